@@ -4,6 +4,7 @@ BENCHMARKS = {
     "architectures": "VLT and DiG: time of a step for each kind of attention and each size of image.",
     "attention": "The operator: time of each form, compared with softmax, linear attention, a loop over blocks, and its floor.",
     "compilation": "Effect of compile: true on the shipped CPU configurations: graphs, losses, time of a step.",
+    "cross_attention": "Swapped cross-attention: losses of a small text-to-image model, and time by the lengths of both sides.",
     "forms": "Faster form of the operator for each shape, and whether form=auto chooses it.",
     "generation": "Time per token and memory of the state, by the length of the context.",
     "gpu": "All programs that need a GPU: checks, forms, the operator and its peers, full models; resumable.",

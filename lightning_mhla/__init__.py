@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mhla_kernels.version import __version__
 
-from lightning_mhla.attention import MHLA, AttentionConfig, BlockLayout
+from lightning_mhla.attention import MHLA, AttentionConfig, BlockLayout, CrossAttentionConfig, MHLACrossAttention
 
 if TYPE_CHECKING:
     from lightning_mhla.model import Backbone, Block, GenerationCache
@@ -32,7 +32,9 @@ __all__ = [
     "Backbone",
     "Block",
     "BlockLayout",
+    "CrossAttentionConfig",
     "GenerationCache",
+    "MHLACrossAttention",
     "__version__",
     "load_swapped",
     "swap_attention",

@@ -164,6 +164,8 @@ LONG = (
     "test_streaming::test_a_pass_that_rests_does_not_fetch_against_the_one_that_moves",
     "test_streaming::test_processes_of_a_machine_share_the_limit",
     "test_streaming::test_what_a_killed_process_left_is_removed",
+    "test_swap_cross::test_saved_models_are_the_same_in_a_new_process",
+    "test_swap_cross_pictures::test_a_saved_model_is_the_same_in_a_new_process",
     "test_swap_folders::test_a_name_on_the_hub_is_read_from_the_cache",
     "test_swap_folders::test_every_auto_class_opens_it_with_trust",
     "test_swap_folders::test_no_class_opens_it_without_trust",

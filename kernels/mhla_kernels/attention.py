@@ -1,8 +1,11 @@
 """Public functions that compute multi-head linear attention (MHLA) for complete sequences, instead of token by token.
 
+Queries read the keys and values of their own sequence, or those of another one (cross-attention).
+
 The arguments are checked once, here. The algorithms that these functions call assume valid arguments.
 
-Shape letters: B batch, N tokens, H heads, Dk and Dv widths of a key and of a value, M blocks, S packed sequences.
+Shape letters: B batch, N tokens (in cross-attention Nq queries and Nk keys), H heads, Dk and Dv widths of a key and of a value,
+M blocks (Mq of queries and Mk of keys), S packed sequences.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from torch import Tensor
 from mhla_kernels.backend import Backend, ChosenForm, Form, check_form_and_backend, choose_backend
 from mhla_kernels.blocks import divide_up
 from mhla_kernels.checks import check_devices, check_problem, check_span
+from mhla_kernels.cross.checks import check_cross, is_cross
+from mhla_kernels.cross.operator import cross_attention, cross_attention_matrix
 from mhla_kernels.features import FeatureMap
 from mhla_kernels.forms.attend import attend, attention_weights
 from mhla_kernels.forms.cost import cheapest_form
@@ -32,13 +37,17 @@ def mhla_attention(
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
+    key_block_size: int | None = None,
+    key_block_offsets: Tensor | Sequence[int] | None = None,
     causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_cu_seqlens: Tensor | Sequence[int] | None = None,
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> Tensor:
@@ -54,43 +63,64 @@ def mhla_attention(
     ``normalize`` is on, each row of weights is divided by its sum + ``eps``. Otherwise it is multiplied by ``scale``. Sums are
     accumulated in float32 (float64 for float64 inputs), also under autocast.
 
+    In cross-attention, Nq queries attend to the Nk keys of another sequence, which has its own blocks, and the weight is
+    ``m[b(t), b'(j)] * (q_t . k_j)`` with b'(j) for the key block of token j. A call is cross-attention if q and k differ in
+    length, or if it has one of the arguments ``key_block_size``, ``key_block_offsets``, ``query_mask`` and ``key_cu_seqlens``.
+    Pass ``key_block_size`` wherever the two lengths could be equal: with equal lengths and without any of these arguments, the
+    call is self-attention, where ``key_mask`` also masks queries.
+
     Args:
         q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk. With ``normalize``, nonnegative after
-            the feature map.
-        k: keys, ``[B, N, Hkv, Dk]``. With ``normalize``, nonnegative after the feature map. Hkv divides H: every key and value
-            head serves ``H / Hkv`` neighboring query heads.
-        v: values, ``[B, N, Hkv, Dv]``.
+            the feature map. In cross-attention, ``[B, Nq, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``, or ``[B, Nk, Hkv, Dk]`` in cross-attention. With ``normalize``, nonnegative after the
+            feature map. Hkv divides H: every key and value head serves ``H / Hkv`` neighboring query heads.
+        v: values, ``[B, N, Hkv, Dv]``, or ``[B, Nk, Hkv, Dv]`` in cross-attention.
         mixing: coefficients m of M blocks, ``[M, M]`` for all heads or ``[H, M, M]``. Row i holds the weights that query block
             i gives to the key blocks. Causal attention accepts a matrix for more blocks, and uses its top left corner.
             Bidirectional attention does not. An :class:`ExponentialMixing` covers any number of blocks (unless it is made for a
             grid of blocks), at a cost that is linear in this number. (Bidirectional attention on Triton is an exception: it
-            computes the matrix.) Other subclasses of :class:`mhla_kernels.mixing.Mixing` are accepted too.
+            computes the matrix.) Other subclasses of :class:`mhla_kernels.mixing.Mixing` are accepted too. In cross-attention,
+            the coefficients are ``[Mq, Mk]`` or ``[H, Mq, Mk]`` for exactly Mq query blocks and Mk key blocks. An
+            :class:`ExponentialMixing` is then applied as a matrix, for two sequences that cover the same axis: the distance
+            between query block i and key block j is ``|(i + 1/2) Mk / Mq - (j + 1/2)|``, in key blocks. With a grid, both sides
+            have this grid.
         block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
         block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. Not
             for ``causal=True``. Prefer a tuple: reading a tensor on an accelerator waits for the device.
+        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given, the
+            keys have the blocks of the queries.
+        key_block_offsets: ``Mk + 1`` integers for key blocks of uneven size, in cross-attention.
         causal: whether token t attends to tokens ``j <= t`` only. With ``"block"``, it attends to all tokens of its own block
-            and of all blocks before it: ``b(j) <= b(t)``.
+            and of all blocks before it: ``b(j) <= b(t)``. Cross-attention is bidirectional.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to a masked token. Masked tokens keep their
             position and block. Their outputs are zero, and no gradient passes through them. The output of a token that attends
-            to no key is zero, too. None masks no token.
+            to no key is zero, too. None masks no token. In cross-attention, ``[B, Nk]``, and only keys and values are masked.
+        query_mask: ``[B, Nq]`` bool, False for masked queries, in cross-attention. Their outputs are zero, and no gradient
+            passes through them. They may hold any value. None masks no query.
         cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
             followed by N. Blocks are counted from the first token of each sequence. Packing requires one of: causal attention,
             exactly M blocks in every non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are
             checked at once; values on an accelerator are checked by the device itself, without waiting for it. None if each row
-            is one sequence.
+            is one sequence. In cross-attention, the bounds of the queries.
+        key_cu_seqlens: ``[S + 1]`` integers, the bounds of the keys in packed cross-attention: the queries of sequence s attend
+            to the keys of sequence s. A sequence may have no queries or no keys; queries without keys have zero outputs. The
+            number of blocks of every non-empty sequence is Mq for queries and Mk for keys, unless ``mixing`` is an
+            :class:`ExponentialMixing`.
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
             several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
-            ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. If N is symbolic under
+            ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. Cross-attention has no
+            spanning form. If N is symbolic under
             ``torch.export``, ``"auto"`` means ``"chunked"``, and exponential mixing is applied as a matrix.
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU in
             Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous. Zeros if q and k have no features (Dk = 0).
+        Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous (``[B, Nq, H, Dv]`` in cross-attention). Zeros if q and k
+        have no features (Dk = 0), or if there are no keys.
 
         With ``causal``, a finite query, key or value at a later token does not change a single bit of an earlier output, with
         any algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
@@ -99,12 +129,24 @@ def mhla_attention(
         blocks, and all rows of the block become non-finite. Gradients of earlier outputs keep their bits even if a later block
         overflows.
 
+        In cross-attention, a masked key, or a finite key of a different packed sequence, does not change a single bit of an
+        output or of a gradient. Where the bounds of the sequences are on a CPU, this also holds for infinite and NaN keys.
+
     Raises:
         ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
             decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
         TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
     """
     check_form_and_backend(form, backend)
+    if is_cross(q, k, key_block_size, key_block_offsets, query_mask, key_cu_seqlens):
+        cross_problem = check_cross(
+            q, k, v, mixing, block_size=block_size, block_offsets=block_offsets, key_block_size=key_block_size,
+            key_block_offsets=key_block_offsets, causal=causal, normalize=normalize, scale=scale, eps=eps,
+            feature_map=feature_map, query_mask=query_mask, key_mask=key_mask, cu_seqlens=cu_seqlens,
+            key_cu_seqlens=key_cu_seqlens,
+        )  # fmt: skip
+        with without_autocast(q.device.type):
+            return cross_attention(cross_problem, form, backend)
     problem = check_problem(
         q, k, v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
         eps=eps, feature_map=feature_map, key_mask=key_mask, cu_seqlens=cu_seqlens,
@@ -135,13 +177,17 @@ def attention_matrix(
     *,
     block_size: int | None = None,
     block_offsets: Tensor | Sequence[int] | None = None,
+    key_block_size: int | None = None,
+    key_block_offsets: Tensor | Sequence[int] | None = None,
     causal: Causal = False,
     normalize: bool = True,
     scale: float | None = None,
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
     key_mask: Tensor | None = None,
+    query_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    key_cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor:
     """Compute the matrix of weights with which :func:`mhla_attention` sums the values.
 
@@ -149,28 +195,43 @@ def attention_matrix(
     with N squared, so this function is for analysis and tests.
 
     Args:
-        q: queries, ``[B, N, H, Dk]``.
-        k: keys, ``[B, N, Hkv, Dk]``; Hkv divides H.
-        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`.
+        q: queries, ``[B, N, H, Dk]``, or ``[B, Nq, H, Dk]`` in cross-attention.
+        k: keys, ``[B, N, Hkv, Dk]``, or ``[B, Nk, Hkv, Dk]`` in cross-attention; Hkv divides H.
+        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`. In
+            cross-attention, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
+        key_block_size: tokens in a block of keys, in cross-attention; None for the blocks of the queries.
+        key_block_offsets: ``Mk + 1`` integers for key blocks of uneven size, in cross-attention.
         causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
             of the blocks before it.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the weights, only without ``normalize``; None means ``Dk ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool, False for masked tokens, whose rows and columns are zero; None masks no token.
+        key_mask: ``[B, N]`` bool, False for masked tokens, whose rows and columns are zero; None masks no token. In
+            cross-attention, ``[B, Nk]``: only columns are zero.
+        query_mask: ``[B, Nq]`` bool, False for masked queries, whose rows are zero, in cross-attention; None masks no query.
         cu_seqlens: for S packed sequences, ``[S + 1]`` integers: the index of the first token of each sequence, followed by N.
-            None if each row is one sequence.
+            None if each row is one sequence. In cross-attention, the bounds of the queries.
+        key_cu_seqlens: bounds of the keys of packed sequences, in cross-attention.
 
     Returns:
-        Weights, ``[B, H, N, N]``, in float32 (float64 for float64 inputs).
+        Weights, ``[B, H, N, N]``, or ``[B, H, Nq, Nk]`` in cross-attention, in float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects.
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
+    if is_cross(q, k, key_block_size, key_block_offsets, query_mask, key_cu_seqlens):
+        cross_problem = check_cross(
+            q, k, k, mixing, block_size=block_size, block_offsets=block_offsets, key_block_size=key_block_size,
+            key_block_offsets=key_block_offsets, causal=causal, normalize=normalize, scale=scale, eps=eps,
+            feature_map=feature_map, query_mask=query_mask, key_mask=key_mask, cu_seqlens=cu_seqlens,
+            key_cu_seqlens=key_cu_seqlens,
+        )  # fmt: skip
+        with without_autocast(q.device.type):
+            return cross_attention_matrix(cross_problem)
     problem = check_problem(
         q, k, k, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=normalize, scale=scale,
         eps=eps, feature_map=feature_map, key_mask=key_mask, cu_seqlens=cu_seqlens,

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -50,41 +50,88 @@ def check_problem(
     block_size = None if block_size is None else check_block_size(block_size)
     _check_tensors(q, k, v)
     _check_mixing(mixing, q, bool(causal))
-    batch, tokens, _, width = q.shape
-    if feature_map not in ("identity", "relu"):
-        raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
-    if normalize and scale is not None:
-        raise ValueError(f"scale={scale} has no effect with normalize=True; pass normalize=False or leave scale out")
-    if normalize and not eps > 0:
-        raise ValueError(f"eps={eps} must be positive: the output of a row that sees no key is divided by it")
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != (batch, tokens)):
-        raise ValueError(
-            f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool [B, N] = [{batch}, {tokens}]"
-            f"{_sdpa_order(q)}"
-        )
+    tokens = q.shape[1]
+    weighting = check_weighting(q, causal, normalize, scale, eps, feature_map)
+    if key_mask is not None:
+        check_mask("key_mask", key_mask, q, "N")
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
 
     if block_offsets is not None:
-        layout = TokenLayout(tokens, 0, _check_offsets(block_offsets, tokens, causal, cu_seqlens))
+        if causal is True:
+            raise ValueError(
+                "block_offsets is for bidirectional attention and causal='block'; causal blocks are equal: give block_size"
+            )
+        if cu_seqlens is not None:
+            raise ValueError("block_offsets and cu_seqlens cannot be combined; packed sequences take block_size")
+        layout = TokenLayout(tokens, 0, check_offsets(block_offsets, tokens))
     else:
         assert block_size is not None
         layout = TokenLayout(tokens, block_size)
     if cu_seqlens is None:
         _check_mixing_size(mixing, layout, causal, q)
     else:
-        layout = layout._replace(cu_seqlens=_check_cu_seqlens(cu_seqlens, q, mixing, layout, causal))
+
+        def check_sequence(tokens: int) -> None:
+            _check_mixing_size(mixing, TokenLayout(tokens, layout.block_size), causal, q)
+
+        layout = check_packed(layout, cu_seqlens, q.shape[0], mixing.blocks, bool(causal), check_sequence)
 
     if normalize and feature_map == "identity":
-        check_features(
-            {"q": q, "k": k},
-            key_mask,
-            "rows of weights cannot be divided by their sums. Pass feature_map='relu', map q and k to nonnegative features "
-            "before the call, or pass normalize=False",
-        )
+        check_features({"q": (q, key_mask), "k": (k, key_mask)}, NEGATIVE_FEATURES)
+    return Problem(q, k, v, mixing, layout, weighting, feature_map, key_mask)
+
+
+NEGATIVE_FEATURES = (
+    "rows of weights cannot be divided by their sums. Pass feature_map='relu', map q and k to nonnegative features before the "
+    "call, or pass normalize=False"
+)
+
+
+def check_weighting(
+    q: Tensor, causal: Causal, normalize: bool, scale: float | None, eps: float, feature_map: FeatureMap
+) -> Weighting:
+    """Check the options that turn products of queries and keys into weights, and return them as one object.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``, whose width gives the default scale.
+        causal: tokens that a token attends to, as in :func:`mhla_kernels.mhla_attention`.
+        normalize: whether each row of weights is divided by its sum.
+        scale: factor on the output, only without ``normalize``; None for the default.
+        eps: number that is added to the sum of a row of weights.
+        feature_map: name of the feature map.
+
+    Raises:
+        ValueError: if an option is unknown, or if two options do not fit together.
+    """
+    if feature_map not in ("identity", "relu"):
+        raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
+    if normalize and scale is not None:
+        raise ValueError(f"scale={scale} has no effect with normalize=True; pass normalize=False or leave scale out")
+    if normalize and not eps > 0:
+        raise ValueError(f"eps={eps} must be positive: the output of a row that sees no key is divided by it")
     if not normalize:
-        scale = width**-0.5 if scale is None else float(scale)
-    return Problem(q, k, v, mixing, layout, Weighting(causal, scale, eps), feature_map, key_mask)
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return Weighting(causal, scale, eps)
+
+
+def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
+    """Check the dtype and the shape of a mask of tokens.
+
+    Args:
+        name: name of the mask, for the error message.
+        mask: mask to check.
+        tokens: tokens that it masks, ``[B, N, H, D]``.
+        letter: letter for the number of tokens, for the error message.
+
+    Raises:
+        ValueError: if the mask is not bool, or is not ``[B, N]``.
+    """
+    if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
+        raise ValueError(
+            f"{name} is {mask.dtype} {list(mask.shape)}; it must be bool [B, {letter}] = {list(tokens.shape[:2])}"
+            f"{sdpa_order(tokens)}"
+        )
 
 
 SMALLEST_SHARE = 1e-5
@@ -94,7 +141,7 @@ _looked_at: set[torch.device] = set()
 """Accelerators on which features were checked. Reading them waits for the device, so it is done once."""
 
 
-def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out: str) -> None:
+def check_features(features: dict[str, tuple[Tensor, Tensor | None]], way_out: str) -> None:
     """Check that no feature of the queries and keys is negative, where the values can be read.
 
     With negative features, the attention weights of a query may sum to nearly zero, which makes its output meaningless.
@@ -104,23 +151,24 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
     device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture are not checked.
 
     Args:
-        features: features ``[B, N, H, D]`` by name.
-        key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None if no token is masked.
+        features: features ``[B, N, H, D]`` by name, each with a mask ``[B, N]`` bool, False for masked tokens, which may hold
+            any value; None if no token is masked.
         way_out: advice on how to fix the call, placed at the end of the error message.
 
     Raises:
         ValueError: if a feature is negative; the message gives the name of its tensor and the smallest value.
     """
-    if not has_values(*features.values()):
+    tensors = [x for x, _ in features.values()]
+    if not has_values(*tensors):
         return
-    device = next(iter(features.values())).device
+    device = tensors[0].device
     # reading a value waits for the device, and breaks the capture of a CUDA graph
     if device in _looked_at or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return
-    for name, x in features.items():
+    for name, (x, mask) in features.items():
         if not x.numel():
             return
-        visible = x.detach() if key_mask is None else x.detach().masked_fill(~key_mask[..., None, None], 0)
+        visible = x.detach() if mask is None else x.detach().masked_fill(~mask[..., None, None], 0)
         low = float(visible.amin())
         if low < 0 and low < -SMALLEST_SHARE * float(visible.amax()):
             raise ValueError(f"{name} holds negative features, {low:.3g} for example: {way_out}")
@@ -128,7 +176,13 @@ def check_features(features: dict[str, Tensor], key_mask: Tensor | None, way_out
         _looked_at.add(device)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check that q, k and v have four axes and a supported dtype.
+
+    Raises:
+        ValueError: if a tensor does not have four axes.
+        TypeError: if a dtype is not float32, bfloat16 or float64.
+    """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in DTYPES:
             raise TypeError(
@@ -136,17 +190,21 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             )
         if x.dim() != 4:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, D]")
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    check_types(q, k, v)
     heads, shared = q.shape[2], k.shape[2]
     if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]) or (heads != shared and (not shared or heads % shared)):
         raise ValueError(
             f"q {list(q.shape)} and k {list(k.shape)} must be [B, N, H, Dk] and [B, N, Hkv, Dk], Hkv a divisor of H"
-            + _sdpa_order(q)
+            + sdpa_order(q)
         )
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v {list(v.shape)} must share B, N and heads with k {list(k.shape)}{_sdpa_order(q)}")
+        raise ValueError(f"v {list(v.shape)} must share B, N and heads with k {list(k.shape)}{sdpa_order(q)}")
 
 
-def _sdpa_order(q: Tensor) -> str:
+def sdpa_order(q: Tensor) -> str:
     """Return a hint for an error message if ``q`` looks transposed, else an empty string.
 
     If N is less than H in ``[B, N, H, D]``, the tensor may be in the order of ``scaled_dot_product_attention``,
@@ -161,7 +219,7 @@ def _sdpa_order(q: Tensor) -> str:
     )
 
 
-def check_block_size(block_size: int) -> int:
+def check_block_size(block_size: int, name: str = "block_size") -> int:
     """Return ``block_size`` as a Python integer; NumPy and torch integers are accepted.
 
     Raises:
@@ -169,7 +227,7 @@ def check_block_size(block_size: int) -> int:
     """
     size = as_index(block_size)
     if size is None or size < 1:
-        raise ValueError(f"block_size={block_size!r} must be a positive integer, the number of tokens in a block")
+        raise ValueError(f"{name}={block_size!r} must be a positive integer, the number of tokens in a block")
     return size
 
 
@@ -191,9 +249,21 @@ def check_devices(problem: Problem) -> None:
     Raises:
         ValueError: if a tensor is not on the same device as q; the message names both devices.
     """
-    device = problem.q.device
-    tensors = ("k", problem.k), ("v", problem.v), *problem.mixing.tensors.items(), ("key_mask", problem.key_mask)
-    for name, x in tensors:
+    tensors = {"k": problem.k, "v": problem.v, **problem.mixing.tensors, "key_mask": problem.key_mask}
+    check_one_device(problem.q.device, tensors)
+
+
+def check_one_device(device: torch.device, tensors: dict[str, Tensor | None]) -> None:
+    """Check that tensors are on the device of q.
+
+    Args:
+        device: device of q.
+        tensors: other tensors by name, for the error message.
+
+    Raises:
+        ValueError: if a tensor is on a different device; the message names both devices.
+    """
+    for name, x in tensors.items():
         if x is not None and x.device != device:
             hint = "; it was never given values (to_empty and load_state_dict do)" if x.is_meta else ""
             raise ValueError(f"{name} is on {str(x.device)!r}, but q is on {str(device)!r}{hint}")
@@ -223,7 +293,7 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
     try:
         mixing.check(q.shape[2], causal)
     except ValueError as error:
-        hint = _sdpa_order(q) if mixing.heads not in (None, q.shape[2]) else ""
+        hint = sdpa_order(q) if mixing.heads not in (None, q.shape[2]) else ""
         raise ValueError(f"{error}{hint}") from None
 
 
@@ -243,12 +313,12 @@ def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: Causal, q: T
         raise ValueError(
             f"{source} make {blocks} blocks, but mixing is for {size}: bidirectional attention needs exactly "
             f"{blocks}; change the blocks, or resize mixing to the new block grid with mhla_kernels.resize_mixing"
-            f"{_sdpa_order(q)}"
+            f"{sdpa_order(q)}"
         )
     fewer = f"at most N={size * block_size} tokens, block_size={-(-tokens // size)} or more"
     raise ValueError(
         f"{source} make {blocks} blocks, but mixing is for {size} at most: use {fewer if block_size else 'fewer blocks'}, "
-        f"or extend mixing (mhla_kernels.extend_mixing){_sdpa_order(q)}"
+        f"or extend mixing (mhla_kernels.extend_mixing){sdpa_order(q)}"
     )
 
 
@@ -273,6 +343,11 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
 
 
 def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
+    """Return a sequence or a tensor of at least two integers as a tuple.
+
+    Raises:
+        ValueError: if the values are not integers, or fewer than two; the message gives ``name``.
+    """
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
             raise ValueError(
@@ -292,46 +367,67 @@ def _check_bounds(values: tuple[int, ...], tokens: int, name: str, least: int) -
         raise ValueError(f"{name} must start at 0, {order}, and end at N={tokens}; got {values[:8]} .. {values[-1]}")
 
 
-def _check_offsets(
-    block_offsets: Tensor | Sequence[int],
-    tokens: int,
-    causal: Causal,
-    cu_seqlens: Tensor | Sequence[int] | None,
-) -> tuple[int, ...]:
-    if causal is True:
-        raise ValueError(
-            "block_offsets is for bidirectional attention and causal='block'; causal blocks are equal: give block_size"
-        )
-    if cu_seqlens is not None:
-        raise ValueError("block_offsets and cu_seqlens cannot be combined; packed sequences take block_size")
-    offsets = _as_integers(block_offsets, "block_offsets")
-    _check_bounds(offsets, tokens, "block_offsets", least=1)
-    return offsets
+def check_offsets(offsets: Tensor | Sequence[int], tokens: int, name: str = "block_offsets") -> tuple[int, ...]:
+    """Check the offsets of uneven blocks, and return them as integers.
+
+    Args:
+        offsets: index of the first token of each block, followed by the number of tokens.
+        tokens: number of tokens.
+        name: name of the argument, for the error message.
+
+    Raises:
+        ValueError: if the offsets do not increase from 0 to the number of tokens.
+    """
+    integers = _as_integers(offsets, name)
+    _check_bounds(integers, tokens, name, least=1)
+    return integers
 
 
-def _check_cu_seqlens(
-    cu_seqlens: Tensor | Sequence[int], q: Tensor, mixing: Mixing, layout: TokenLayout, causal: Causal
-) -> Tensor:
-    batch, tokens, block_size = q.shape[0], layout.tokens, layout.block_size
+def check_packed(
+    layout: TokenLayout,
+    cu_seqlens: Tensor | Sequence[int],
+    batch: int,
+    size: int | None,
+    may_be_shorter: bool,
+    check_sequence: Callable[[int], None],
+    name: str = "cu_seqlens",
+) -> TokenLayout:
+    """Check the bounds of packed sequences, and return the layout with these bounds.
+
+    Bounds on an accelerator, or that torch traces, are checked by the device.
+
+    Args:
+        layout: layout of the tokens, in blocks of equal size.
+        cu_seqlens: index of the first token of each sequence, followed by the number of tokens.
+        batch: number of batch rows.
+        size: number of blocks that the mixing covers; None for any number.
+        may_be_shorter: whether a sequence may have fewer blocks than the mixing covers.
+        check_sequence: function that raises ValueError unless the mixing covers a sequence of a number of tokens. It is called
+            for each non-empty sequence whose bounds can be read.
+        name: name of the argument, for the error message.
+
+    Raises:
+        ValueError: if the bounds do not rise from 0 to the number of tokens, or if there are several batch rows.
+    """
     if batch != 1:
-        raise ValueError(f"cu_seqlens packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
-    size = mixing.blocks
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or is_traced() or isinstance(cu_seqlens, FakeTensor)):
-        if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-            raise ValueError(
-                f"cu_seqlens must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}"
-            )
-        steps = cu_seqlens.diff()
-        counts = (steps + block_size - 1) // block_size
-        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
-        if size is not None:
-            valid = valid & ((counts <= size) if causal else (counts == size) | (counts == 0)).all()
-        # without waiting for the device: the CPU does not know the bounds
-        assert_async(valid, "cu_seqlens must rise from 0 to N, and its sequences must fit the mixing")
-        return cu_seqlens
-    bounds = _as_integers(cu_seqlens, "cu_seqlens")
-    _check_bounds(bounds, tokens, "cu_seqlens", least=0)
-    for start, end in pairwise(bounds):
-        if end > start:
-            _check_mixing_size(mixing, TokenLayout(end - start, block_size), causal, q)
-    return torch.tensor(bounds)
+        raise ValueError(f"{name} packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
+    tokens, block_size = layout.tokens, layout.block_size
+    if not (
+        isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or is_traced() or isinstance(cu_seqlens, FakeTensor))
+    ):
+        bounds = _as_integers(cu_seqlens, name)
+        _check_bounds(bounds, tokens, name, least=0)
+        for start, end in pairwise(bounds):
+            if end > start:
+                check_sequence(end - start)
+        return layout._replace(cu_seqlens=torch.tensor(bounds))
+    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+        raise ValueError(f"{name} must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    steps = cu_seqlens.diff()
+    counts = (steps + block_size - 1) // block_size
+    valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()
+    if size is not None:
+        valid = valid & ((counts <= size) if may_be_shorter else (counts == size) | (counts == 0)).all()
+    # without waiting for the device: the CPU does not know the bounds
+    assert_async(valid, f"{name} must rise from 0 to N, and its sequences must fit the mixing")
+    return layout._replace(cu_seqlens=cu_seqlens)

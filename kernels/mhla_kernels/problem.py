@@ -110,9 +110,20 @@ def nothing(problem: Problem, *others: Tensor) -> Tensor:
         problem: checked arguments of the call.
         others: further tensors that get a gradient of zeros.
     """
-    q, k, v = problem.q, problem.k, problem.v
+    return zero_outputs(problem.q, problem.k, problem.v, *others, *problem.mixing.tensors.values())
+
+
+def zero_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+    """Return zero outputs ``[B, N, H, Dv]`` that depend on all given tensors, so that each of them gets a gradient of zeros.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``.
+        k: keys, of any shape.
+        v: values, ``[..., Dv]``; the outputs get their dtype.
+        others: further tensors that get a gradient of zeros.
+    """
     out = q.new_zeros((*q.shape[:3], v.shape[-1]), dtype=v.dtype)
-    for x in (q, k, v, *others, *problem.mixing.tensors.values()):
+    for x in (q, k, v, *others):
         # the empty sum ties x to the output: DDP waits for a gradient of every parameter
         out = out + x.flatten()[:0].sum().to(v.dtype)
     return out

@@ -403,8 +403,8 @@ def check_window(
     number = as_index(sinks)
     if number is None or not 0 <= number <= size:
         raise ValueError(f"sinks={sinks!r} must be an integer from 0 to the size of the first block, {size}")
-    features = {"q_features": q_features, "k_features": k_features}
-    check_features(features, key_mask, "rows of weights cannot be divided by their sums; give nonnegative ones")
+    features = {"q_features": (q_features, key_mask), "k_features": (k_features, key_mask)}
+    check_features(features, "rows of weights cannot be divided by their sums; give nonnegative ones")
     return problem
 
 

@@ -4,7 +4,14 @@ To add a kind to this package, define its class in a new module and import the c
 """
 
 from lightning_mhla.attention.base import Attention, build_attention
-from lightning_mhla.attention.config import AttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.config import AttentionConfig, CrossAttentionConfig, attention_per_layer, layout_for
+from lightning_mhla.attention.cross import CrossAttention, CrossProjections
+from lightning_mhla.attention.cross_kinds import (
+    LinearCrossAttention,
+    MHLACrossAttention,
+    SoftmaxCrossAttention,
+    build_cross_attention,
+)
 from lightning_mhla.attention.gated_conv import GatedConvolution
 from lightning_mhla.attention.gated_deltanet import GatedDeltaNet
 from lightning_mhla.attention.gla import GatedLinearAttention
@@ -28,11 +35,16 @@ __all__ = [
     "AttentionInputs",
     "BlockLayout",
     "BlockOrder",
+    "CrossAttention",
+    "CrossAttentionConfig",
+    "CrossProjections",
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedLinearAttention",
     "LayoutTables",
     "LinearAttention",
+    "LinearCrossAttention",
+    "MHLACrossAttention",
     "MagnitudeAwareLinearAttention",
     "Mamba2",
     "Projections",
@@ -40,9 +52,11 @@ __all__ = [
     "RasterOrder",
     "Retention",
     "SoftmaxAttention",
+    "SoftmaxCrossAttention",
     "WindowedMHLA",
     "attention_per_layer",
     "build_attention",
+    "build_cross_attention",
     "gated_delta_rule",
     "gated_linear_attention",
     "layout_for",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.system.options import as_dataclass
@@ -156,7 +156,7 @@ class AttentionConfig:
             return None
         return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
 
-    def at_layer(self, layer: int) -> AttentionConfig:
+    def at_layer(self, layer: int) -> Self:
         """Resolve the options that depend on the layer, and return the configuration of one layer.
 
         For example, the option ``direction: alternate`` becomes ``forward`` or ``backward``.
@@ -167,12 +167,37 @@ class AttentionConfig:
         options = KINDS[self.kind].options_at(self.options, layer)
         return self if options == self.options else replace(self, options=options)
 
-    def with_kind(self, kind: str) -> AttentionConfig:
+    def with_kind(self, kind: str) -> Self:
         """Return a copy of the configuration with the given kind of attention.
 
         ``options`` are removed if the kind changes, because they belong to the former kind.
         """
         return replace(self, kind=kind, options=self.options if kind == self.kind else None)
+
+
+@dataclass
+class CrossAttentionConfig(AttentionConfig):
+    """Configuration of cross-attention in a pretrained model, which reads a text or another sequence in blocks.
+
+    The options of :class:`AttentionConfig` describe the queries: ``block_grid`` for images and video, ``block_size`` for
+    text. ``mixing_init: locality`` needs queries of a sequence; where they are an image or a video, all blocks start with equal
+    weight.
+
+    Args:
+        key_block_size: number of tokens in a block of the context; null for ``block_size``, or 16 if the queries are an
+            image or a video.
+        key_tokens: longest context in tokens; null for the maximum of the model, or 512 if the model has none. Dense
+            coefficients are made for it. Exponential ones take any length.
+    """
+
+    key_block_size: int | None = None
+    key_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("key_block_size", "key_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name}={value} must be positive")
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:

@@ -86,7 +86,8 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     return weight / weight.sum(-1, keepdim=True)
 
 
-def _check_init(init: str) -> None:
+def check_init(init: str) -> None:
+    """Raise ValueError if ``init`` is not the name of initial mixing coefficients."""
     if init not in ("locality", "uniform"):
         raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
 
@@ -188,7 +189,7 @@ class DenseCoefficients(MixingCoefficients):
         trainable: bool = True,
     ) -> None:
         super().__init__()
-        _check_init(init)
+        check_init(init)
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
         self._start = start.clamp(LOWER, UPPER)
         initial = self._start.to(torch.get_default_device(), copy=True)
@@ -268,7 +269,7 @@ class DenseCoefficients(MixingCoefficients):
             if math.prod(old) != values.shape[-1]:
                 return None
             resized = resize_mixing(values, old, self.grid)
-        return _for_heads(resized, self.weight)
+        return for_heads(resized, self.weight)
 
     @override
     def matrix(self) -> Tensor:
@@ -320,7 +321,7 @@ class ExponentialCoefficients(MixingCoefficients):
         min_decay: float = LOWER,
     ) -> None:
         super().__init__()
-        _check_init(init)
+        check_init(init)
         if terms < 1:
             raise ValueError(f"mixing_terms={terms} must be positive")
         if not LOWER <= min_decay <= FASTEST:
@@ -399,7 +400,7 @@ class ExponentialCoefficients(MixingCoefficients):
         if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
             values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
         values = values if name == "amplitude" else values.clamp(min=self.min_decay)
-        fitted = _for_heads(values, parameter)
+        fitted = for_heads(values, parameter)
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
     def _decays(self) -> Tensor:
@@ -428,7 +429,7 @@ class ExponentialCoefficients(MixingCoefficients):
         self.blocks = blocks
 
 
-def _for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
+def for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
     """Convert a parameter of another layer to the number of heads of ``parameter``, the corresponding parameter of this layer.
 
     Values shared by all heads are repeated for each head. Values of several heads are averaged if ``parameter`` is shared by

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
-from lightning_mhla.swap.diffusers import patch_convolution
+from lightning_mhla.swap.diffusers_grid import patch_convolution
 from lightning_mhla.swap.transfer import matching_loss
 from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 

@@ -9,8 +9,7 @@ from typing import Any, Literal
 from safetensors.torch import save_file
 from torch import nn
 
-from lightning_mhla.attention import Attention
-from lightning_mhla.swap.swapping import host_of, swapped_layers
+from lightning_mhla.swap.swapping import host_of
 
 TrainedPart = Literal["all", "attention", "new", "lora"]
 
@@ -39,7 +38,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced; changed in place.
-        part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced self-attention layers,
+        part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced attention layers,
             including their projections. ``"new"`` trains only the parameters that the new attention added. ``"lora"`` trains
             the same parameters as ``"new"``, and also inserts and trains LoRA adapters for the projections.
         lora: options of the adapters; used only if ``part`` is ``"lora"``.
@@ -50,25 +49,22 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     """
     if part == "all":
         return
-    replaced = swapped_layers(model)
+    replaced = host_of(model).replaced(model)
     if not replaced:
         raise ValueError(f"train={part!r} trains replaced attention, but no layer is replaced; set train: all")
     model.requires_grad_(False)
-    hosts = host_of(model).layers(model)
-    for index, attention in replaced.items():
-        trained: nn.Module = hosts[index] if part == "attention" else attention
+    for layer, attention in replaced:
+        trained: nn.Module = layer if part == "attention" else attention
         for name, parameter in trained.named_parameters():
             fixed = "mixing." in name and not attention.config.mixing_trainable
             parameter.requires_grad_(not fixed)
     if part == "lora":
-        _add_adapters(
-            model, [name for index, new in replaced.items() for name in _projections(model, hosts[index], new)], lora
-        )
+        _add_adapters(model, [name for layer, new in replaced for name in _projections(model, layer, new)], lora)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
 
 
-def _projections(model: nn.Module, host: nn.Module, new: Attention) -> list[str]:
+def _projections(model: nn.Module, host: nn.Module, new: nn.Module) -> list[str]:
     """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
     The linear layers of GPT-2 are of transformers' class Conv1D.

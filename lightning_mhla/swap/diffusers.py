@@ -21,7 +21,9 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
-from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, fit
+from lightning_mhla.swap.diffusers_cross import DiffusersCross
+from lightning_mhla.swap.diffusers_grid import InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.host import HostLibrary, blocks_along, build_beside, fit
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -37,9 +39,6 @@ PROCESSORS = {
 }
 """Supported diffusers models, each with the class of the attention processor that the new attention replaces."""
 
-PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
-"""Possible names of the submodule whose convolution turns a model's input into tokens."""
-
 UNSUPPORTED = {
     "group_norm": None,
     "spatial_norm": None,
@@ -51,42 +50,6 @@ UNSUPPORTED = {
     "added_kv_proj_dim": None,
 }
 """Attributes of diffusers' attention modules that swapped attention does not support, and the values they must have."""
-
-
-HALF_MAX = torch.finfo(torch.float16).max
-
-
-class InputGrid(TokenGrid):
-    """Forward pre-hook of a diffusers model's patch convolution; records how many tokens the input has along each axis.
-
-    The hook is attached to a module inside the model, so that ``torch.compile`` traces it together with the attention.
-
-    Args:
-        name: name of the model's class, for error messages.
-    """
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
-        """Record how many tokens an input has along each axis.
-
-        Args:
-            convolution: patch convolution, 2D for images or 3D for clips; its stride is the size of a patch along each axis.
-            args: positional arguments of the convolution, the input first: ``[batch, channels, height, width]`` for images,
-                ``[batch, channels, frames, height, width]`` for clips.
-
-        Raises:
-            ValueError: if the number of axes of the input does not match the convolution.
-        """
-        patch = convolution.stride
-        if args[0].dim() != len(patch) + 2:
-            raise ValueError(
-                f"{self.name} got an input of shape {list(args[0].shape)}; swapped attention requires batch, channels and "
-                f"the {len(patch)} axes of its patches"
-            )
-        self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
 
 
 class SwappedAttention(nn.Module):
@@ -156,48 +119,20 @@ class SwappedAttention(nn.Module):
             raise ValueError(
                 "swapped attention is self-attention without a mask; encoder_hidden_states and attention_mask must be None"
             )
-        attention = self.attention
-        layout = self.grid.layout(self.blocks, hidden_states.shape[1], type(attention))
+        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
         alone = fit(self, attention, layout, hidden_states.device)
         rotary = None
         if rotary_emb is not None:
             cos, sin = (angles[0, :, 0] for angles in rotary_emb)
             rotary = Rotary(cos[:, 0::2].float(), sin[:, 1::2].float(), interleaved=True)
-        host = Projections(lambda x: _split_heads(attn, x, attention), lambda x: _merge_heads(attn, x))
+        key_width, value_width = attention.key_width, attention.value_width
+
+        def split(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q = split_heads(attn.to_q(x), attn.norm_q, key_width)
+            return q, split_heads(attn.to_k(x), attn.norm_k, key_width), split_heads(attn.to_v(x), None, value_width)
+
+        host = Projections(split, lambda x: merge_heads(attn, x))
         return attention(hidden_states, rotary=rotary, projections=host, layout=alone)
-
-
-def _split_heads(attn: Any, x: Tensor, attention: Attention) -> tuple[Tensor, Tensor, Tensor]:
-    """Project tokens to queries, keys and values, and normalize queries and keys.
-
-    Args:
-        attn: diffusers attention module with the projections and norms.
-        x: tokens, ``[B, N, C]`` for B rows of N tokens of width C.
-        attention: the new attention, which determines the widths of the heads.
-
-    Returns:
-        Queries, keys and values, ``[B, N, H, D]`` each for H heads of width D; in float32 if the projections are in float16.
-    """
-    q, k, v = attn.to_q(x), attn.to_k(x), attn.to_v(x)
-    out, width = [], attention.key_width
-    for tensor, norm in ((q, attn.norm_q), (k, attn.norm_k)):
-        # the width of its weight tells whether a norm is over each head or across all of them
-        across = norm is not None and norm.weight.shape[-1] != width
-        heads = (norm(tensor) if across else tensor).unflatten(-1, (-1, width))
-        heads = heads if norm is None or across else norm(heads)
-        out.append(heads.to(v.dtype))  # autocast gives norms in float32 on a GPU
-    heads = [*out, v.unflatten(-1, (-1, attention.value_width))]
-    if v.dtype == torch.float16:  # sums over a block overflow in float16
-        heads = [tensor.float() for tensor in heads]
-    return heads[0], heads[1], heads[2]
-
-
-def _merge_heads(attn: Any, x: Tensor) -> Tensor:
-    if attn.to_out[0].weight.dtype == torch.float16:  # _split_heads converted the heads to float32
-        x = x.half()
-    for layer in attn.to_out:
-        x = layer(x)
-    return x.clip(-HALF_MAX, HALF_MAX) if x.dtype == torch.float16 else x  # SANA's own processor clips, too
 
 
 def attention_layers(model: nn.Module) -> list[Any]:
@@ -295,6 +230,7 @@ class DiffusersHost(HostLibrary):
     """
 
     package = "diffusers"
+    cross = DiffusersCross()
 
     @override
     def layers(self, model: Any) -> list[Any]:
@@ -332,18 +268,6 @@ class DiffusersHost(HostLibrary):
         return {
             index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)
         }
-
-
-def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
-    """Return the convolution that turns the input of a diffusers model into tokens.
-
-    Raises:
-        ValueError: if no submodule ``patch_embedding``, ``patch_embed`` or ``pos_embed`` is or contains a convolution.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
-            return module
-    raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
 
 
 def _rotates(model: nn.Module) -> bool:

@@ -86,7 +86,7 @@ class SwappedDiffusersModel(SwappedClass):
         plain = {name: value for name, value in config.items() if name != SAVED}
         model, unused = super().from_config(plain, return_unused_kwargs=True, **options)  # type: ignore[misc]
         host = DiffusersFolders()
-        host.put_in(model, record)
+        host.restore(model, record)
         host.remember(model, record)
         return (model, unused) if return_unused_kwargs else model
 

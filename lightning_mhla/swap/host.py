@@ -10,22 +10,36 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
+from lightning_mhla.attention import (
+    Attention,
+    AttentionConfig,
+    BlockLayout,
+    CrossAttention,
+    CrossAttentionConfig,
+    LinearCrossAttention,
+    build_attention,
+    build_cross_attention,
+)
 from lightning_mhla.attention.summaries import SummaryAttention
+from lightning_mhla.swap.groups import LayerGroup, NoCrossAttention
 from lightning_mhla.system.torch_private import in_backward, makes_fake_tensors
 
 log = logging.getLogger(__name__)
 
 SAVED = "swapped_attention"
 """Key in a saved model's ``config.json`` under which the options of the swap are recorded."""
+
+CROSS = "cross"
+"""Entry of that record with the options of the replaced cross-attention."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
@@ -34,83 +48,49 @@ HUB_OPTIONS = (
 """Options of ``from_pretrained`` that are passed on to transformers and diffusers."""
 
 
-class HostLibrary(ABC):
+class HostLibrary(LayerGroup[Attention, AttentionConfig]):
     """Interface for replacing the attention in the models of a library such as timm, and for saving and loading these models.
 
     Attributes:
         package: name of the library's package. A model belongs to the library if its class or a base class is defined there.
         options: names of the keyword arguments that :func:`lightning_mhla.load_swapped` passes on to the library.
+        cross: cross-attention layers of the library's models, in which attention can be replaced too.
     """
 
     package: ClassVar[str]
     options: ClassVar[tuple[str, ...]] = HUB_OPTIONS
+    config_class = AttentionConfig
+    cross: ClassVar[LayerGroup[CrossAttention, CrossAttentionConfig]] = NoCrossAttention()
 
     def claims(self, model: nn.Module) -> bool:
         """Return whether ``model`` belongs to this library."""
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
-    @abstractmethod
-    def layers(self, model: Any) -> list[Any]:
-        """Return the self-attention modules of a model in the order of its layers.
-
-        Raises:
-            ValueError: if attention cannot be replaced in a model of this class.
-        """
-
-    @abstractmethod
-    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]) -> None:
-        """Check that the attention modules have no feature that the new attention lacks. The model does not change.
-
-        Args:
-            model: model whose attention is to be replaced.
-            layers: mapping from layer number to the attention module to replace.
-            configs: mapping from layer number to the configuration of the new attention.
-
-        Raises:
-            ValueError: if a module or a configuration is not supported.
-        """
-
-    @abstractmethod
-    def replace(
-        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
-    ) -> dict[int, Attention]:
-        """Replace the attention of layers for which :meth:`check` found no problem, in place.
-
-        The model does not change if an exception is raised.
-
-        Args:
-            model: model whose attention is replaced.
-            layers: mapping from layer number to the attention module to replace.
-            configs: mapping from layer number to the configuration of the new attention.
-
-        Returns:
-            Mapping from layer number to the new attention module.
-        """
-
-    def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, Attention]:
-        """Replace the attention of a model in place, as described by the record of an earlier replacement.
+    def restore(self, model: Any, record: Mapping[str, Any]) -> None:
+        """Replace self-attention and cross-attention of a model in place, as :meth:`record` returned it for another model.
 
         Args:
             model: model with its original attention.
-            record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
-                ``layers`` maps the number of each layer to replace to its attention kind.
-
-        Returns:
-            Mapping from layer number to the new attention module.
+            record: record of the replacement, see :meth:`remember`.
 
         Raises:
             ValueError: if a layer or its new attention is not supported.
         """
-        attention, all_layers = AttentionConfig(**record["attention"]), self.layers(model)
-        kinds = {int(index): kind for index, kind in record["layers"].items() if int(index) < len(all_layers)}
-        configs = {index: attention.with_kind(kind).at_layer(index) for index, kind in kinds.items()}
-        replaced_layers = {index: all_layers[index] for index in configs}
-        self.check(model, replaced_layers, configs)
-        return self.replace(model, replaced_layers, configs)
+        self.put_in(model, record)
+        if CROSS in record:
+            self.cross.put_in(model, record[CROSS])
 
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        """Return the attention modules that were inserted into a model, by layer number."""
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
+    def replaced(self, model: Any) -> list[tuple[Any, Attention | CrossAttention]]:
+        """Return all attention modules whose attention was replaced, each with its new attention.
+
+        Self-attention comes first, in the order of the layers, then cross-attention.
+        """
+        pairs: list[tuple[Any, Attention | CrossAttention]] = []
+        for group in (self, self.cross):
+            new: Mapping[int, Any] = group.swapped(model)
+            layers = group.layers(model) if new else []
+            pairs += [(layers[index], attention) for index, attention in new.items()]
+        return pairs
 
     def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
         """Divide the tokens of the model's next inputs into a different number of blocks, in layers whose kind has blocks.
@@ -124,58 +104,38 @@ class HostLibrary(ABC):
             if attention.uses_blocks:
                 layers[index].blocks, layers[index].fitted = block_grid, None
 
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
-        """Switch a layer with replaced attention to its original attention, or back to the new attention.
-
-        Args:
-            model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layer: attention module of the layer.
-            original: True to compute the original attention from now on; False to compute the new attention.
-
-        Raises:
-            NotImplementedError: if models of this library do not keep the original attention.
-        """
-        raise NotImplementedError(f"models of {self.package} do not keep the attention that was replaced")
-
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
         """Context manager in which replaced layers compute their original attention, with the current projection weights.
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layers: numbers of the layers to switch; None for all replaced layers.
+            layers: numbers of the self-attention layers to switch; None for all replaced layers, with cross-attention.
 
         Raises:
             NotImplementedError: if models of this library do not keep the original attention.
         """
-        every = self.layers(model)
-        replaced = [every[index] for index in self.swapped(model) if layers is None or index in layers]
-        for layer in replaced:
-            self.use_original(model, layer, True)
+        if layers is None:
+            replaced = [layer for layer, _ in self.replaced(model)]
+        else:
+            every = self.layers(model)
+            replaced = [every[index] for index in self.swapped(model) if index in layers]
+        crossing = {id(layer) for layer, new in self.replaced(model) if isinstance(new, CrossAttention)}
+        groups = [self.cross if id(layer) in crossing else self for layer in replaced]
+        for group, layer in zip(groups, replaced, strict=True):
+            group.use_original(model, layer, True)
         try:
             yield
         finally:
-            for layer in replaced:
-                self.use_original(model, layer, False)
-
-    def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return which tokens of an attention layer's input are not padding. The base class always returns None.
-
-        Args:
-            options: keyword arguments with which the layer was called.
-            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
-
-        Returns:
-            Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
-        """
-        return None
+            for group, layer in zip(groups, replaced, strict=True):
+                group.use_original(model, layer, False)
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
         """Return the record of how a model's attention was replaced, as :meth:`remember` stored it.
 
         Returns:
-            The record, with the entries ``attention`` and ``layers``; None if the attention was not replaced.
+            The record, see :meth:`remember`; None if the attention was not replaced.
         """
 
     @abstractmethod
@@ -185,7 +145,8 @@ class HostLibrary(ABC):
         Args:
             model: model whose attention was replaced.
             record: mapping with two entries. ``attention`` maps the fields of :class:`AttentionConfig` to their values;
-                ``layers`` maps the number of each replaced layer to its attention kind.
+                ``layers`` maps the number of each replaced layer to its attention kind. If cross-attention was replaced, the
+                entry ``cross`` has the same two entries for it.
         """
 
     @abstractmethod
@@ -270,13 +231,13 @@ class TokenGrid:
         if torch.is_grad_enabled():
             self.recent.add(shape)
 
-    def layout(self, blocks: tuple[int, ...], tokens: int, kind: type[Attention]) -> BlockLayout:
+    def layout(self, blocks: tuple[int, ...], tokens: int, mixes_prefix: bool = True) -> BlockLayout:
         """Return the partition of a layer's input tokens into blocks.
 
         Args:
-            kind: class of the layer's attention.
             blocks: number of blocks along each axis. An axis with fewer tokens than blocks gets one block per token.
             tokens: number of tokens in the layer's input, including prefix tokens.
+            mixes_prefix: whether prefix tokens have mixing coefficients, so that the number of blocks cannot change.
 
         Returns:
             Layout of the blocks in the grid of the current input.
@@ -293,14 +254,15 @@ class TokenGrid:
         # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
         if torch.compiler.is_compiling():  # sizes may be symbolic, so they cannot be keys of a dictionary
-            if self.prefix_tokens:
-                check_prefix(kind, self.prefix_tokens, blocks, shape)
+            if self.prefix_tokens and mixes_prefix:
+                check_prefix(self.prefix_tokens, blocks, shape)
             return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         key = (shape, fitted)
         if key in self.layouts:
             return self.layouts[key]
         if fitted != tuple(blocks):
-            check_prefix(kind, self.prefix_tokens, blocks, shape)
+            if mixes_prefix:
+                check_prefix(self.prefix_tokens, blocks, shape)
             log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
         layout = BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         if not makes_fake_tensors():  # a layout makes its tables on first use; fake ones must not be reused
@@ -325,25 +287,20 @@ class TokenGrid:
         return fitting[0] if fitting else present
 
 
-def check_prefix(kind: type[Attention], prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
-    """Check that each axis has at least as many tokens as blocks if prefix tokens, such as a class token, have coefficients.
+def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int]) -> None:
+    """Check that each axis has at least as many tokens as blocks if the model has prefix tokens, such as a class token.
 
-    Prefix tokens form an additional block, and mixing coefficients with such a block cannot be resized to fewer blocks.
+    Where prefix tokens form an additional block, mixing coefficients cannot be resized to fewer blocks.
 
     Args:
-        kind: class of the attention.
         prefix_tokens: number of class and register tokens, which precede the tokens of the image.
         blocks: number of blocks along each axis.
         tokens: number of tokens along each axis.
 
     Raises:
-        ValueError: if prefix tokens have coefficients and an axis has more blocks than tokens.
+        ValueError: if there are prefix tokens and an axis has more blocks than tokens.
     """
-    if (
-        prefix_tokens
-        and kind.mixes_prefix
-        and any(count > length for count, length in zip(blocks, tokens, strict=True))
-    ):
+    if prefix_tokens and any(count > length for count, length in zip(blocks, tokens, strict=True)):
         raise ValueError(
             f"block_grid {list(blocks)} has more blocks than the image has tokens, {list(tokens)}; with class or register "
             "tokens an axis must have at least as many tokens as blocks"
@@ -360,13 +317,15 @@ def refuse_float16(index: int, kind: type) -> None:
     Raises:
         ValueError: if ``kind`` computes sums over many tokens, as linear attention does.
     """
-    if issubclass(kind, SummaryAttention):
+    if issubclass(kind, SummaryAttention | LinearCrossAttention):
         raise ValueError(
             f"layer {index} is in float16, in which sums over many tokens overflow; load the model in bfloat16 or float32"
         )
 
 
-def fit(owner: Any, attention: Attention, layout: BlockLayout, device: torch.device) -> BlockLayout | None:
+def fit(
+    owner: Any, attention: Attention | CrossAttention, layout: BlockLayout, device: torch.device
+) -> BlockLayout | None:
     """Set the block layout of an attention module; during compilation or export, return the layout instead.
 
     Args:
@@ -431,6 +390,37 @@ def build_beside(
     """
     with weight.device:
         attention = build_attention(config, dim, heads, layout, projections=False, **options)
+    return _like(weight, attention)
+
+
+def build_cross_beside(
+    weight: Tensor, config: CrossAttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
+) -> CrossAttention:
+    """Build a cross-attention module without projections, for use with the projections of an existing layer.
+
+    If the attention has an output gate, the gate is initialized so that it does not change the output.
+
+    Args:
+        weight: any weight of the existing layer; the new attention gets its device and dtype.
+        config: configuration of the new attention, with all options for the context set.
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: partition of the queries into blocks.
+        options: further arguments of :func:`build_cross_attention`.
+
+    Returns:
+        The new attention module.
+    """
+    assert config.key_tokens is not None
+    context = BlockLayout((config.key_tokens,), block_size=config.key_block_size)
+    config = replace(config, rotary=False)
+    with weight.device:
+        attention = build_cross_attention(config, dim, heads, layout, context, projections=False, **options)
+    return _like(weight, attention)
+
+
+def _like(weight: Tensor, attention: Any) -> Any:
+    """Give new attention the dtype of a weight, and open its gate."""
     if weight.dtype != torch.get_default_dtype():
         attention = attention.to(weight.dtype)
     attention.open_gate()

@@ -1,4 +1,4 @@
-"""Replacement of self-attention in pretrained models of diffusers, timm and transformers.
+"""Replacement of self-attention and cross-attention in pretrained models of diffusers, timm and transformers.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
@@ -17,16 +17,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
 
-from lightning_mhla.attention import MHLA, Attention, AttentionConfig
+from lightning_mhla.attention import MHLA, Attention, AttentionConfig, CrossAttention, CrossAttentionConfig
 from lightning_mhla.swap.diffusers_classes import DiffusersFolders
-from lightning_mhla.swap.host import SAVED, HostLibrary
+from lightning_mhla.swap.host import CROSS, SAVED, HostLibrary
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
 from lightning_mhla.swap.saved import restored
 from lightning_mhla.swap.timm_folders import TimmFolders
@@ -56,21 +56,50 @@ def host_of(model: nn.Module) -> HostLibrary:
     )
 
 
+@overload
 def swap_attention(
     model: Any,
     attention: AttentionConfig,
     layers: Sequence[int] | None = None,
     layer_kinds: Sequence[str] | None = None,
-) -> dict[int, Attention]:
-    """Replace the self-attention of a pretrained model in place.
+    *,
+    cross: Literal[False] = False,
+) -> dict[int, Attention]: ...
+
+
+@overload
+def swap_attention(
+    model: Any,
+    attention: AttentionConfig,
+    layers: Sequence[int] | None = None,
+    layer_kinds: Sequence[str] | None = None,
+    *,
+    cross: Literal[True],
+) -> dict[int, CrossAttention]: ...
+
+
+def swap_attention(
+    model: Any,
+    attention: AttentionConfig,
+    layers: Sequence[int] | None = None,
+    layer_kinds: Sequence[str] | None = None,
+    *,
+    cross: bool = False,
+) -> Any:
+    """Replace the self-attention or the cross-attention of a pretrained model in place.
+
+    To replace both, call the function twice.
 
     Args:
-        model: diffusers transformer, timm vision transformer, or transformers language model or encoder.
-        attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies.
+        model: diffusers transformer, timm vision transformer, or transformers language model, encoder or encoder-decoder model.
+        attention: configuration of the new attention. Its ``rotary`` is ignored; the model's own rotary embedding applies. For
+            cross-attention, a :class:`CrossAttentionConfig` also sets the blocks of the context.
         layers: numbers of the layers to replace, from 0; None for all layers.
         layer_kinds: alternative to ``layers``: attention kinds for the first layers, repeated until all layers have one.
             ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example,
             ``["keep", "replace", "replace"]`` replaces two of every three layers.
+        cross: whether to replace cross-attention, the ``attn2`` of diffusers and the decoder's attention to the encoder in
+            encoder-decoder models of transformers, instead of self-attention.
 
     Returns:
         Mapping from layer number to the new attention module.
@@ -80,23 +109,48 @@ def swap_attention(
             model's token grid, or if the attention was replaced before.
     """
     host = host_of(model)
-    all_layers = host.layers(model)
-    if host.record(model) is not None:
+    if isinstance(attention, CrossAttentionConfig) and not cross:
+        raise ValueError("a CrossAttentionConfig describes cross-attention; pass cross=True, or an AttentionConfig")
+    all_layers = (host.cross if cross else host).layers(model)
+    saved = host.record(model) or {"attention": asdict(AttentionConfig()), "layers": {}}
+    if CROSS in saved if cross else saved["layers"]:
         raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
+    if cross:
+        attention = host.cross.complete(model, _for_cross(attention))
     kinds = kinds_of_layers(attention, len(all_layers), layers, layer_kinds)
     record = {
         "attention": asdict(attention),
         "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
     }
-    swapped = host.put_in(model, record)
+    swapped: Mapping[int, Any] = (host.cross if cross else host).put_in(model, record)
     if swapped:
-        host.remember(model, record)
+        host.remember(model, {**saved, CROSS: record} if cross else {**saved, **record})
     return swapped
 
 
-def swapped_layers(model: nn.Module) -> dict[int, Attention]:
-    """Return the attention modules that :func:`swap_attention` inserted into a model, by layer number."""
-    return host_of(model).swapped(model)
+def _for_cross(attention: AttentionConfig) -> CrossAttentionConfig:
+    if isinstance(attention, CrossAttentionConfig):
+        return attention
+    return CrossAttentionConfig(**{field.name: getattr(attention, field.name) for field in fields(AttentionConfig)})
+
+
+@overload
+def swapped_layers(model: nn.Module, *, cross: Literal[False] = False) -> dict[int, Attention]: ...
+
+
+@overload
+def swapped_layers(model: nn.Module, *, cross: Literal[True]) -> dict[int, CrossAttention]: ...
+
+
+def swapped_layers(model: nn.Module, *, cross: bool = False) -> Any:
+    """Return the attention modules that :func:`swap_attention` inserted into a model, by layer number.
+
+    Args:
+        model: model of diffusers, timm or transformers.
+        cross: whether to return the new cross-attention instead of the new self-attention.
+    """
+    host = host_of(model)
+    return (host.cross if cross else host).swapped(model)
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
@@ -235,5 +289,5 @@ def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     host = host_of(model)
     if host.record(model) is not None:
         raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
-    host.put_in(model, saved)
+    host.restore(model, saved)
     host.remember(model, saved)

@@ -83,8 +83,9 @@ class TimmHost(HostLibrary):
         for index, config in configs.items():
             if layers[index].proj.weight.dtype == torch.float16:
                 refuse_float16(index, Attention.kinds[config.kind])
-            prefix, tokens = transformer.num_prefix_tokens, transformer.patch_embed.grid_size
-            check_prefix(Attention.kinds[config.kind], prefix, blocks_along(2, config), tokens)
+            blocks = blocks_along(2, config)
+            if Attention.kinds[config.kind].mixes_prefix:
+                check_prefix(transformer.num_prefix_tokens, blocks, transformer.patch_embed.grid_size)
 
     @override
     def replace(

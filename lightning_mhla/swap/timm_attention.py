@@ -55,7 +55,7 @@ class _Swapped:
             raise ValueError(
                 "swapped attention sees all tokens of one image; attn_mask, is_causal and packed images are not supported"
             )
-        layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1], type(self.swapped)), x.device)
+        layout = fit(self, self.swapped, self.grid.layout(self.blocks, x.shape[1], self.swapped.mixes_prefix), x.device)
         host = Projections(
             lambda tokens: _split(self, tokens, rope),
             lambda heads: heads,

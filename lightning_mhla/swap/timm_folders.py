@@ -181,7 +181,7 @@ def mhla_swapped(
 
 def _swap(model: nn.Module, record: Mapping[str, Any]) -> None:
     host = TimmFolders()
-    host.put_in(model, record)
+    host.restore(model, record)
     host.remember(model, record)
 
 

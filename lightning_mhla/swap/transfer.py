@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lightning_mhla.attention import CrossAttention
 from lightning_mhla.swap.swapping import host_of, swapped_layers
 
 
@@ -26,7 +27,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-        layers: numbers of the layers to switch; None for all replaced layers.
+        layers: numbers of the self-attention layers to switch; None for all replaced layers, with cross-attention.
 
     Raises:
         NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. The exception is
@@ -55,7 +56,7 @@ class LayerCosts:
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
+    """Evaluate a model with its original attention, with all layers replaced, and with one self-attention layer replaced.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
@@ -84,7 +85,7 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
     When the context is left, the other parameters have their previous ``requires_grad`` again.
     """
-    new = {id(parameter) for layer in swapped_layers(model).values() for parameter in layer.parameters()}
+    new = {id(parameter) for _, layer in host_of(model).replaced(model) for parameter in layer.parameters()}
     original_parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
     ]
@@ -102,7 +103,8 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 
     The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output,
     so that all layers have the same weight. Each layer gets the input that it has in the original model, so no layer has to
-    correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are ignored.
+    correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are ignored, except
+    those of the decoder of an encoder-decoder model.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
@@ -116,14 +118,13 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
         NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
     """
     host = host_of(model)
-    layers = host.layers(model)
 
     def run_original() -> None:
         with host.original(model):
             run()
 
     recomputes = bool(getattr(model, "is_activation_checkpointing", False))
-    itself = {layers[index]: layers[index] for index in swapped_layers(model)}
+    itself = {layer: layer for layer, _ in host.replaced(model)}
     return matching_loss(model, itself, run_original, recomputes, partial(only_new_trained, model))
 
 
@@ -156,7 +157,8 @@ def matching_loss(
     """
     if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
-    real_tokens = host_of(model).real_tokens
+    host = host_of(model)
+    crossing = {layer for layer, new in host.replaced(model) if isinstance(new, CrossAttention)}
     calls: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = deque()
 
     def record(original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -178,7 +180,8 @@ def matching_loss(
                 return _first(layer(*args, **kwargs)).float()
 
         new = checkpoint(call, *args, use_reentrant=False, **kwargs) if recomputes else call(*args, **kwargs)
-        distances.append(_distance(new, output, real_tokens(kwargs, output)))
+        group: Any = host.cross if layer in crossing else host
+        distances.append(_distance(new, output, group.real_tokens(kwargs, output)))
     return torch.stack(distances).mean()
 
 

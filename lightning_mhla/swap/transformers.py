@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
+from lightning_mhla.swap.transformers_cross import TransformersCross
 
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3", "GPTNeoX", "GPT2"
@@ -77,11 +78,15 @@ class TransformersHost(HostLibrary):
     """Implementation of attention replacement for language models, text encoders and image encoders of transformers."""
 
     package = "transformers"
+    cross = TransformersCross()
 
     @override
     def layers(self, model: Any) -> list[Any]:
         if getattr(model.config, "is_encoder_decoder", False):
-            raise ValueError(f"{type(model).__name__} is an encoder-decoder model, whose cross-attention has no blocks")
+            raise ValueError(
+                f"{type(model).__name__} is an encoder-decoder model, in which only cross-attention can be replaced: pass "
+                "cross=True"
+            )
         supported = [module for module in model.modules() if _is_known(module)]
         if model.config.get_text_config() is not model.config and not _has_only_images(model, supported):
             raise ValueError(
@@ -111,8 +116,9 @@ class TransformersHost(HostLibrary):
                 size = layers[index].config.image_size
                 size = (size, size) if isinstance(size, int) else size
                 tokens = [length // step for length, step in zip(size, patches.stride, strict=True)]
-                kind, blocks = Attention.kinds[config.kind], blocks_along(2, config)
-                check_prefix(kind, _prefix_tokens(layers[index]), blocks, tokens)
+                blocks = blocks_along(2, config)
+                if Attention.kinds[config.kind].mixes_prefix:
+                    check_prefix(_prefix_tokens(layers[index]), blocks, tokens)
             elif Attention.kinds[config.kind].uses_blocks and config.block_size is None:
                 raise ValueError(
                     f"layer {index}: attention kind {config.kind!r} needs block_size, the number of tokens in a block"
@@ -125,7 +131,7 @@ class TransformersHost(HostLibrary):
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
-        from lightning_mhla.swap.transformers_attention import install
+        from lightning_mhla.swap.transformers_attention import install, refuse_weights
 
         patches, grid = _patches(model), None
         if patches is not None and layers:
@@ -137,12 +143,16 @@ class TransformersHost(HostLibrary):
             assert patches is not None
             patches.register_forward_hook(grid)
         if built:
-            model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+            model.register_forward_pre_hook(refuse_weights, with_kwargs=True)
             if grid is None:
                 inner = _inner_model(model)
                 position = list(inspect.signature(inner.forward).parameters).index("attention_mask")
                 inner.register_forward_pre_hook(partial(_hand_on_mask, position), with_kwargs=True)
         return built
+
+    @override
+    def swapped(self, model: Any) -> dict[int, Attention]:
+        return {} if getattr(model.config, "is_encoder_decoder", False) else super().swapped(model)
 
     @override
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
@@ -175,21 +185,6 @@ def _is_known(module: nn.Module) -> bool:
 def _named(kind: type) -> bool:
     supported_name = kind.__name__ in NAMES and kind.__name__ not in WRAPPERS
     return supported_name and kind.__module__.startswith("transformers.models.")
-
-
-def _refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
-    """Forward pre-hook that rejects ``output_attentions``, because replaced layers do not compute attention weights.
-
-    Raises:
-        ValueError: if attention weights are requested, unless every replaced layer currently computes its original attention.
-    """
-    from lightning_mhla.swap.transformers_attention import NAME
-
-    requested = options.get("output_attentions")
-    if not (requested or (requested is None and getattr(model.config, "output_attentions", False))):
-        return
-    if any(hasattr(module, "swapped") and module.config._attn_implementation == NAME for module in model.modules()):
-        raise ValueError("output_attentions: replaced layers have no attention weights to return")
 
 
 def _inner_model(model: Any) -> Any:

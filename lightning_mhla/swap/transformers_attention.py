@@ -21,10 +21,10 @@ from typing_extensions import override
 from lightning_mhla.attention import Attention, BlockLayout, Projections
 from lightning_mhla.attention.rows import padding_last, real_tokens, rows_in_order
 from lightning_mhla.swap.host import TokenGrid, fit
+from lightning_mhla.swap.masks import check_values
 from lightning_mhla.swap.transformers_masks import (
     GIVEN,
     check_nothing_hidden,
-    check_values,
     documents,
     padding_mask,
     real_of_decoder,
@@ -32,7 +32,7 @@ from lightning_mhla.swap.transformers_masks import (
 from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
-"""Name of the attention function in transformers' registry."""
+"""Name of the attention function in transformers' registry, and beginning of the name of that for cross-attention."""
 
 
 class AttentionCall(NamedTuple):
@@ -59,6 +59,20 @@ def install(module: Any, attention: Attention, grid: TokenGrid | None = None) ->
     module.config._attn_implementation = NAME
     module.swapped, module.grid, module.blocks, module.fitted = attention, grid, attention.layout.block_grid, None
     module.register_forward_pre_hook(_keep_call, with_kwargs=True)
+
+
+def refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
+    """Forward pre-hook that rejects ``output_attentions``, because replaced layers do not compute attention weights.
+
+    Raises:
+        ValueError: if attention weights are requested, unless every replaced layer currently computes its original attention.
+    """
+    requested = options.get("output_attentions")
+    if not (requested or (requested is None and getattr(model.config, "output_attentions", False))):
+        return
+    replaced = [module.config._attn_implementation for module in model.modules() if hasattr(module, "swapped")]
+    if any(name is not None and name.startswith(NAME) for name in replaced):
+        raise ValueError("output_attentions: replaced layers have no attention weights to return")
 
 
 def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -441,7 +455,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     Returns:
         Outputs ``[B, N, H * D]``.
     """
-    layout = module.grid.layout(module.blocks, x.shape[1], type(module.swapped))
+    layout = module.grid.layout(module.blocks, x.shape[1], module.swapped.mixes_prefix)
     check_nothing_hidden(attention_mask)
     q, k, v = heads
     host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)

@@ -43,7 +43,7 @@ MODEL_TYPE = "mhla_swapped"
 UNUSABLE = "lightning_mhla.load_swapped"
 """Attention implementation named in a loaded configuration. transformers rejects it if its own classes build the model."""
 
-TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config")
+TYPED = ("initializer_range", "hidden_size", "vision_config", "text_config", "d_model")
 """Configuration entries to overwrite with :data:`NOTICE`. Every model family checks the type of at least one of them."""
 
 PARTS = {"add_pooling_layer": "pooler.", "use_mask_token": "mask_token"}
@@ -199,7 +199,7 @@ class SwappedTransformersModel(SwappedClass):
         unsaved = {name: value for name, value in record.get("options", {}).items() if name in parameters}
         super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]
         host = TransformersFolders()
-        host.put_in(self, record)
+        host.restore(self, record)
         host.remember(self, record)
 
     @classmethod
@@ -292,7 +292,8 @@ class TransformersFolders(TransformersHost):
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        return getattr(model.config, SAVED, None) if self.swapped(model) else None
+        is_swapped = any(hasattr(module, "swapped") for module in model.modules())
+        return getattr(model.config, SAVED, None) if is_swapped else None
 
     @override
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:

@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from mhla_kernels.torch_private import assert_async
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_mhla.system.torch_private import is_fake
-
-HIDDEN = -1000.0
-"""Largest value of an additive mask that counts as hidden; exp(-1000) is 0 in every floating-point dtype."""
-
+from lightning_mhla.swap.masks import check_values, has_no_values, visible_keys
 
 GIVEN = "given_mask"
 """Name of the keyword argument that passes the model's original mask to an attention module, as a tuple of one."""
-
-
-def check_values(condition: Callable[[], Tensor], message: str) -> None:
-    """Raise an error if a boolean tensor is not true everywhere; in a compiled graph, check it each time the graph runs.
-
-    Args:
-        condition: function that returns the boolean tensor.
-        message: error message.
-
-    Raises:
-        ValueError: if an element is false. Compiled and exported graphs raise RuntimeError instead.
-    """
-    holds = condition().all()
-    if torch.compiler.is_compiling():
-        assert_async(holds, message)
-    elif not is_fake(holds) and not bool(holds):
-        raise ValueError(message)
 
 
 def real_of_decoder(
@@ -131,9 +108,9 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
         Bool ``[B, N - 1]``, true at ``i`` if token ``i + 1`` is the first of a document. None if the mask does not separate
         documents, or if a compiled graph cannot read its values.
     """
-    if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or _has_no_values(attention_mask)):
+    if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or has_no_values(attention_mask)):
         return None
-    visible = _visible(attention_mask)
+    visible = visible_keys(attention_mask)
     if visible.shape[-2:] != (tokens, tokens):
         return None
     starts = ~visible[:, 0].diagonal(-1, 1, 2)
@@ -154,7 +131,7 @@ def _counts_up(position_ids: Tensor) -> bool:
 
     If the values of the tensor cannot be read, as in a compiled graph, the result is True.
     """
-    if _has_no_values(position_ids):
+    if has_no_values(position_ids):
         return True
     version = 0 if position_ids.is_inference() else position_ids._version
     cached = _counting.get(position_ids)
@@ -182,37 +159,7 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
     tokens = x.shape[1]
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         return attention_mask[:, -tokens:].bool()
-    return _visible(attention_mask).expand(-1, -1, tokens, -1)[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
-
-
-def _visible(attention_mask: Any) -> Tensor:
-    """Convert a 4D attention mask to a bool mask of the same shape, true where a query may attend to a key.
-
-    Args:
-        attention_mask: bool mask, or values to add to attention scores: 0 for visible keys, very large negative values for
-            hidden ones.
-
-    Raises:
-        ValueError: if the mask is not a tensor, or if it contains other values.
-    """
-    if not isinstance(attention_mask, Tensor):
-        raise ValueError(
-            f"swapped attention does not support masks of type {type(attention_mask).__name__}; call the model's "
-            "set_attn_implementation with sdpa or eager"
-        )
-    if attention_mask.dtype == torch.bool:
-        return attention_mask
-    visible = attention_mask == 0
-    check_values(
-        lambda: visible | (attention_mask <= HIDDEN),
-        "the attention mask adds biases to the scores, which the new attention does not have",
-    )
-    return visible
-
-
-def _has_no_values(x: Tensor) -> bool:
-    """Return whether the values of a tensor cannot be read, as during ``torch.compile`` and for fake tensors."""
-    return torch.compiler.is_compiling() or is_fake(x)
+    return visible_keys(attention_mask).expand(-1, -1, tokens, -1)[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
 
 
 def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
@@ -239,7 +186,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
         last = attention_mask.bool()
     else:
-        visible = _visible(attention_mask)
+        visible = visible_keys(attention_mask)
         last = visible[:, 0, -1]  # the last token sees all tokens but padding
         position = torch.arange(visible.shape[-1], device=x.device)
         expected = (last[:, None] & (position <= position[-tokens:, None]))[:, None]
@@ -249,7 +196,7 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
             lambda: (visible == expected) | padding,
             "the attention mask hides more than padding and later tokens, which swapped attention does not support",
         )
-    if cache is not None and cache.state is not None and last.shape[1] > tokens and not _has_no_values(last):
+    if cache is not None and cache.state is not None and last.shape[1] > tokens and not has_no_values(last):
         real_counts = tuple(last[:, :-tokens].sum(1).tolist())
         if last.shape[1] == cache.columns and real_counts != tuple(cache.state.lengths):
             raise ValueError(
@@ -276,7 +223,7 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     real = own_keys(attention_mask, x)
     if real is None or attention_mask.dim() == 2:
         return real
-    visible = _visible(attention_mask)
+    visible = visible_keys(attention_mask)
     check_values(
         lambda: (visible == real[:, None, None]) | ~real[:, None, :, None],
         "the attention mask hides more than padding, and the new attention of an encoder knows no other",
@@ -291,5 +238,5 @@ def check_nothing_hidden(attention_mask: Any) -> None:
         ValueError: if the mask hides a patch, or is neither a tensor nor None.
     """
     if attention_mask is not None:
-        visible = _visible(attention_mask)
+        visible = visible_keys(attention_mask)
         check_values(lambda: visible, "the attention mask hides patches, and the new attention sees whole images")

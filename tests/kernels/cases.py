@@ -9,7 +9,15 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from implementations import DEVICE, attend
-from oracle import equal_starts, exponential_matrix, oracle, packed_starts, relative_error
+from oracle import (
+    equal_starts,
+    exponential_matrix,
+    gradient_scales,
+    gradients,
+    oracle,
+    packed_starts,
+    relative_error,
+)  # fmt: skip
 from toeplitz import toeplitz_matrix
 from torch import Tensor
 
@@ -129,25 +137,6 @@ def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, toeplitz: 
     if toeplitz:
         mixing = toeplitz_matrix(mixing, max(len(s) - 1 for s in starts))
     return oracle(q, k, v, mixing, starts, **check)
-
-
-def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    out = run(*leaves)
-    return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
-
-
-def gradient_scales(
-    want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
-) -> list[float]:
-    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the terms that it is the sum of.
-
-    Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
-    is left), float32 has no five digits to give.
-    """
-    magnitudes = tuple(x.abs() for x in tensors)
-    _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
-    return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
 
 
 BOUNDS = {torch.float32: (1e-5, 1e-5), torch.float64: (1e-11, 1e-11), torch.bfloat16: (5e-3, 1e-2)}

@@ -1,8 +1,11 @@
-"""Independent implementation of the operator's definition, head by head in float64, without code of the package."""
+"""Independent implementations of the definitions of self-attention and cross-attention, head by head in float64, without code
+of the package."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,3 +94,97 @@ def exponential_matrix(amplitude: Tensor, decay: Tensor, size: int) -> Tensor:
     for a, rate in zip(amplitude.unbind(-1), decay.unbind(-1), strict=True):
         total = total + a[..., None, None] * torch.exp(-rate[..., None, None] * distance)
     return total
+
+
+def cross_oracle(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    coefficients: Callable[[int, int], Tensor],
+    query_starts: Sequence[Sequence[int]],
+    key_starts: Sequence[Sequence[int]],
+    *,
+    scale: float | None,
+    eps: float = 1e-6,
+    query_mask: Tensor | None = None,
+    key_mask: Tensor | None = None,
+    constant_normalizer: bool = False,
+) -> Tensor:
+    """Compute the outputs of cross-attention by its definition, sequence by sequence, block by block.
+
+    Args:
+        q: queries after the feature map, ``[B, Nq, H, Dk]``.
+        k: keys after the feature map, ``[B, Nk, Hkv, Dk]``.
+        v: values, ``[B, Nk, Hkv, Dv]``.
+        coefficients: function that returns the coefficients ``[H, Mq, Mk]`` of a sequence with Mq and Mk blocks.
+        query_starts: for each packed sequence, the first query of each block, and the end.
+        key_starts: for each packed sequence, the first key of each block, and the end.
+        scale: factor on the outputs; None if weights are divided by their sum.
+        eps: term added to the normalizer.
+        query_mask: mask of the queries, ``[B, Nq]`` bool; None for all.
+        key_mask: mask of the keys, ``[B, Nk]`` bool; None for all.
+        constant_normalizer: whether to ignore the normalizer in the gradient, to measure how much of the gradient it cancels.
+
+    Returns:
+        Outputs ``[B, Nq, H, Dv]`` float64.
+    """
+    q, k, v = (x.double() for x in (q, k, v))
+    heads, shared = q.shape[2], k.shape[2]
+    out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
+    # adds zero: a call whose sequences have no keys still depends on its tensors
+    out = out + 0 * (q.sum() + k.sum() + v.sum() + coefficients(1, 1).sum())
+    rows = []
+    for b in range(q.shape[0]):
+        for h in range(heads):
+            head = out[b, :, h].clone()
+            for queries, keys in zip(query_starts, key_starts, strict=True):
+                if len(queries) < 2 or len(keys) < 2:
+                    continue
+                m = coefficients(len(queries) - 1, len(keys) - 1)[h].double()
+                here = slice(keys[0], keys[-1])
+                key, value = k[b, here, h * shared // heads], v[b, here, h * shared // heads]
+                columns = torch.cat([m[:, i : i + 1].expand(-1, d - c) for i, (c, d) in enumerate(pairwise(keys))], 1)
+                if key_mask is not None:
+                    shown = key_mask[b, here]
+                    columns, value = columns * shown, value.masked_fill(~shown[:, None], 0)
+                    key = key.masked_fill(~shown[:, None], 0)
+                for i, (first, last) in enumerate(pairwise(queries)):
+                    weight = columns[i] * (q[b, first:last, h] @ key.T)
+                    total = weight.sum(-1, keepdim=True) + eps
+                    factor = scale if scale is not None else 1 / (total.detach() if constant_normalizer else total)
+                    head[first:last] = (weight * factor) @ value
+            rows.append(head if query_mask is None else head.masked_fill(~query_mask[b, :, None], 0))
+    return torch.stack(rows).view(q.shape[0], heads, *rows[0].shape).transpose(1, 2) if rows else out
+
+
+def exponential_cross_matrix(amplitude: Tensor, decay: Tensor, rows: int, columns: int) -> Tensor:
+    """Compute the coefficients between the blocks of two sequences on one axis, one by one, ``[H, rows, columns]``.
+
+    The distance is that between the centers of the blocks, in blocks of the keys.
+    """
+    total = []
+    for i in range(rows):
+        for j in range(columns):
+            distance = abs((i + 0.5) * columns / rows - (j + 0.5))
+            total.append((amplitude * torch.exp(-decay * distance)).sum(-1))
+    return torch.stack(total, -1).view(*amplitude.shape[:-1], rows, columns)
+
+
+def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the outputs of ``run`` and the gradients of its tensors."""
+    leaves = [x.clone().requires_grad_() for x in tensors]
+    out = run(*leaves)
+    return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
+
+
+def gradient_scales(
+    want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
+) -> list[float]:
+    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the terms that it is the sum of.
+
+    Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
+    is left), float32 has no five digits to give.
+    """
+    magnitudes = tuple(x.abs() for x in tensors)
+    _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
+    return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]

@@ -28,7 +28,8 @@ M = torch.rand(3, 3)
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "fp16": ({"q": Q.half()}, TypeError, "float16 is not supported"),
-    "shapes": ({"k": Q[:, :9]}, ValueError, "Hkv a divisor of H"),
+    "shapes": ({"k": Q[..., :3]}, ValueError, "Hkv a divisor of H"),
+    "lengths": ({"k": Q[:, :9]}, ValueError, "must share B, Nk and heads with k"),
     "key heads": ({"q": Q.repeat(1, 1, 2, 1)[:, :, :3], "mixing": torch.rand(3, 3)}, ValueError, "Hkv a divisor of H"),
     "value heads": ({"v": Q[:, :, :1]}, ValueError, "must share B, N and heads with k"),
     "sdpa's order": ({**dict.fromkeys("qkv", torch.rand(1, 2, 10, 4))}, ValueError, r"order, \[B, H, N, D\], need transpose\(1, 2\)"),

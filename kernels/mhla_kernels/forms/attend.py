@@ -7,6 +7,8 @@ Shape letters: B batch, N tokens, H heads, V width of a value.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,6 +19,7 @@ from mhla_kernels.forms.chunked import chunked, make_mixer
 from mhla_kernels.forms.cost import numbers_held
 from mhla_kernels.forms.parallel import parallel
 from mhla_kernels.forms.spanning import chunk_tokens, spanning
+from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.span import Span
 from mhla_kernels.problem import Problem, Weighting
 
@@ -119,18 +122,45 @@ def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
         or if the batch has one row and the mixing coefficients cannot be split by head.
     """
     q, k, v, mixing, layout, weighting = problem[:6]
-    batch, tokens, heads, key_width = q.shape
     terms = mixing.span_terms(bool(weighting.causal)) or 0
-    numbers = numbers_held(form, tokens, layout.most_blocks, key_width, v.shape[-1], terms)
+    numbers = numbers_held(form, q.shape[1], layout.most_blocks, q.shape[-1], v.shape[-1], terms)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mixing: Mixing) -> Tensor:
+        # attend cuts a part again if the heads of one row of the batch still hold more than PART
+        return attend(Problem(q, k, v, mixing, layout, weighting), form)
+
+    return attend_parts((q, k, v), mixing, numbers, run)
+
+
+def attend_parts(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    mixing: Mixing,
+    numbers: int,
+    run: Callable[[Tensor, Tensor, Tensor, Mixing], Tensor],
+) -> Tensor | None:
+    """Compute attention for as many batch rows or heads at a time as hold at most 16 MiB, if possible.
+
+    Args:
+        tensors: q, k and v, ``[B, N, H, ...]``.
+        mixing: mixing coefficients.
+        numbers: numbers that one batch row and head hold.
+        run: function that computes the outputs of a part, from its q, k, v and mixing.
+
+    Returns:
+        Outputs ``[B, N, H, V]``. None if nothing needs to be split, or if the batch has one row and the mixing coefficients
+        cannot be split by head.
+    """
+    q, _, v = tensors
+    batch, _, heads, _ = q.shape
     rows = max(1, PART // max(1, numbers * v.element_size()))
     if rows >= batch * heads:
         return None
     axis, count = (0, max(1, rows // heads)) if batch > 1 else (2, rows)
     parts = []
-    for index, tensors in enumerate(zip(q.split(count, axis), k.split(count, axis), v.split(count, axis), strict=True)):
+    q_parts, k_parts, v_parts = (x.split(count, axis) for x in tensors)
+    for index, part in enumerate(zip(q_parts, k_parts, v_parts, strict=True)):
         part_mixing = mixing.of_heads(slice(index * count, (index + 1) * count)) if axis == 2 else mixing
         if part_mixing is None:
             return None
-        # attend cuts a part again if the heads of one row of the batch still hold more than PART
-        parts.append(attend(Problem(*tensors, part_mixing, layout, weighting), form))
+        parts.append(run(*part, part_mixing))
     return torch.cat(parts, axis)

@@ -16,7 +16,9 @@ width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -99,21 +101,38 @@ def chunked(q_BHMCK: Tensor, k_BHMCK: Tensor, v_BHMCV: Tensor, mixer: Mixer, wei
     Returns:
         Outputs, ``[B, H, M, C, V]``.
     """
-    run = _block_causal if weighting.causal == "block" else _bidirectional
+    if not weighting.causal:
+        return bidirectional(q_BHMCK, k_BHMCK, v_BHMCV, partial(mixer, causal=False), weighting)
+    run = _block_causal
     if weighting.causal is True:
         run = _causal if v_BHMCV.shape[-2] <= TILE else _causal_tiled
-    out, normalizer = run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, weighting.normalize)
+    return _weigh(*run(q_BHMCK, k_BHMCK, v_BHMCV, mixer, weighting.normalize), weighting)
+
+
+def bidirectional(q: Tensor, k: Tensor, v: Tensor, mix: Callable[[Tensor], Tensor], weighting: Weighting) -> Tensor:
+    """Compute attention of all queries to all keys from one summary per block of keys.
+
+    Args:
+        q: queries in Mq blocks of C token positions, ``[B, H, Mq, C, K]``.
+        k: keys in Mk blocks, ``[B, H, Mk, C', K]``.
+        v: values in Mk blocks, ``[B, H, Mk, C', V]``.
+        mix: function that mixes summaries ``[B, H, Mk, ...]`` of key blocks for each query block, ``[B, H, Mq, ...]``.
+        weighting: normalization of the attention weights.
+
+    Returns:
+        Outputs, ``[B, H, Mq, C, V]``.
+    """
+    out = q @ mix(k.transpose(-1, -2) @ v)
+    if not weighting.normalize:
+        return _weigh(out, None, weighting)
+    return _weigh(out, (q @ mix(k.sum(-2))[..., None]).squeeze(-1), weighting)
+
+
+def _weigh(out: Tensor, normalizer: Tensor | None, weighting: Weighting) -> Tensor:
     if weighting.scale is not None:
         return out * weighting.scale
     assert normalizer is not None
     return divide(out, normalizer[..., None], weighting.eps)
-
-
-def _bidirectional(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    out = q @ mixer(k.transpose(-1, -2) @ v, causal=False)
-    if not normalize:
-        return out, None
-    return out, (q @ mixer(k.sum(-2), causal=False)[..., None]).squeeze(-1)
 
 
 def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:

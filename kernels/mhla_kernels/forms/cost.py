@@ -124,11 +124,61 @@ def cheapest_form(
         costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
     if _limit < float("inf"):
         sums = 0 if terms is None else terms
-        held = {
-            form: rows * numbers_held(form, tokens, blocks, key_width, value_width, sums, backend) for form in costs
-        }
-        least = min(held.values())
-        costs = {form: cost for form, cost in costs.items() if 4 * held[form] <= _limit or held[form] == least}
+        costs = _within_limit(
+            costs,
+            {form: rows * numbers_held(form, tokens, blocks, key_width, value_width, sums, backend) for form in costs},
+        )
+    return _cheapest(costs)
+
+
+def cheapest_cross_form(
+    tokens: tuple[int, int],
+    blocks: tuple[int, int],
+    key_width: int,
+    value_width: int,
+    *,
+    rows: int = 1,
+    backend: Literal["torch", "triton"] = "torch",
+) -> Literal["parallel", "chunked"]:
+    """Estimate the multiply-adds of each cross-attention algorithm, and return the name of the cheaper one.
+
+    The estimate is that of :func:`cheapest_form`, with the constants of self-attention: half of the products and summaries of a
+    token and a block belong to the queries, and half to the keys.
+
+    Args:
+        tokens: number of queries and number of keys.
+        blocks: number of query blocks and number of key blocks.
+        key_width: width of a key, Dk.
+        value_width: width of a value, Dv.
+        rows: batch size times number of heads.
+        backend: ``"torch"`` or ``"triton"``.
+    """
+    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
+    pair = key_width + value_width + cost["pair"]
+    reading, mixing = 1, 1
+    if fused:
+        pair = parts * (key_width + cost["pair"]) + 2 * value_width + 2 * SPAN * parts
+        reading, mixing = 2, 3
+    products = tokens[1] + reading * tokens[0] + mixing * blocks[0] * blocks[1] + cost["summary"] / 2 * sum(blocks)
+    costs: dict[ChosenForm, float] = {
+        "parallel": tokens[0] * tokens[1] * pair,
+        "chunked": products * key_width * value_width,
+    }
+    if _limit < float("inf"):
+        scores = 0 if fused else 2 * tokens[0] * tokens[1]
+        costs = _within_limit(
+            costs, {"parallel": rows * scores, "chunked": rows * sum(blocks) * key_width * (value_width + 1)}
+        )
+    return "parallel" if _cheapest(costs) == "parallel" else "chunked"
+
+
+def _within_limit(costs: dict[ChosenForm, float], numbers: dict[ChosenForm, int]) -> dict[ChosenForm, float]:
+    """Return the costs of the forms whose float32 values fit into the memory limit; if none does, of the smallest one."""
+    least = min(numbers.values())
+    return {form: cost for form, cost in costs.items() if 4 * numbers[form] <= _limit or numbers[form] == least}
+
+
+def _cheapest(costs: dict[ChosenForm, float]) -> ChosenForm:
     chosen: ChosenForm = next(iter(costs))
     for form, form_cost in costs.items():  # not min(): sizes and costs may be open while torch traces
         if form_cost < costs[chosen]:

@@ -1,6 +1,6 @@
-"""Reference form of attention: the ``N x N`` matrix of weights, by definition, for tests and analysis.
+"""Reference form of attention: the ``N x J`` matrix of weights, by definition, for tests and analysis.
 
-Memory grows with N squared.
+Memory grows with N times J, the number of keys. In self-attention, J is N.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
 
 
-def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, weighting: Weighting) -> Tensor:
+def weights(
+    q_BNHK: Tensor,
+    k_BJHK: Tensor,
+    mixing: Tensor,
+    where: TokenBlocks,
+    weighting: Weighting,
+    where_keys: TokenBlocks | None = None,
+) -> Tensor:
     """Compute the attention weights of all token pairs directly from their definition.
 
     The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
@@ -23,23 +30,25 @@ def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, 
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.
-        k_BNHK: keys, ``[B, N, H, K]``.
-        mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``.
-        where: index of the block and of the packed sequence that contain each token.
+        k_BJHK: keys, ``[B, J, H, K]``.
+        mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``; ``[Mq, Mk]`` or ``[H, Mq, Mk]`` in cross-attention.
+        where: index of the block and of the packed sequence that contain each query.
         weighting: causality and normalization of the weights.
+        where_keys: index of the block and of the packed sequence that contain each key; None for those of the queries.
 
     Returns:
-        Weights, ``[B, H, N, N]``.
+        Weights, ``[B, H, N, J]``.
     """
-    block, causal = where.block, weighting.causal
-    products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BNHK)
-    if (
-        causal == "block"
-    ):  # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+    causal = weighting.causal
+    keys = where if where_keys is None else where_keys
+    products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BJHK)
+    if causal == "block":
+        # hide them before the product too: zero times an overflowed score would be NaN in its gradient
         products = hide_later(products, causal, where.order)
-    products = products * mixing[..., block[:, None], block[None, :]]
-    if where.sequence is not None:
-        products = products * (where.sequence[:, None] == where.sequence[None, :])
+    products = products * mixing[..., where.block[:, None], keys.block[None, :]]
+    if where.sequence is not None and keys.sequence is not None:
+        # not a product with zeros: a score of tokens of different sequences may be infinite
+        products = products.masked_fill(where.sequence[:, None] != keys.sequence[None, :], 0)
     if causal:
         products = hide_later(products, causal, where.order)
     if weighting.scale is not None:
@@ -49,6 +58,6 @@ def weights(q_BNHK: Tensor, k_BNHK: Tensor, mixing: Tensor, where: TokenBlocks, 
     return hide_later(shares, causal, where.order)
 
 
-def attend(weights_BHNN: Tensor, v_BNHV: Tensor) -> Tensor:
-    """Apply weights ``[B, H, N, N]`` to values ``[B, N, H, Dv]``, and return the outputs ``[B, N, H, Dv]``."""
-    return torch.einsum("bhtj,bjhv->bthv", weights_BHNN, v_BNHV)
+def attend(weights_BHNJ: Tensor, v_BJHV: Tensor) -> Tensor:
+    """Apply weights ``[B, H, N, J]`` to values ``[B, J, H, Dv]``, and return the outputs ``[B, N, H, Dv]``."""
+    return torch.einsum("bhtj,bjhv->bthv", weights_BHNJ, v_BJHV)

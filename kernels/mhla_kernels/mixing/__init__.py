@@ -5,6 +5,7 @@ from torch import Tensor
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows
 from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.mixing.exponential import ExponentialMixing
+from mhla_kernels.mixing.pairs import BlockPairs
 from mhla_kernels.mixing.resizing import extend_mixing, resize_mixing
 
 MixingLike = Tensor | Mixing
@@ -25,6 +26,7 @@ def as_mixing(mixing: MixingLike) -> Mixing:
 
 
 __all__ = [
+    "BlockPairs",
     "BlockShares",
     "DenseMixing",
     "ExponentialMixing",

@@ -2,7 +2,10 @@
 
 A new kind of coefficients needs only its tensors and a method that returns its matrix.
 
-Shape letters: B batch, H heads, M blocks, W numbers in a block summary, R running sums.
+Shape letters: B batch, H heads, M blocks (Mq of queries and Mk of keys in cross-attention), W numbers in a block summary, R
+running sums.
+
+Longer than other modules: an interface is read in one file.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.blocks import is_dynamic, on_device
+from mhla_kernels.mixing.pairs import BlockPairs
 from mhla_kernels.mixing.span import Span
 from mhla_kernels.pytrees import register
 
@@ -155,15 +159,48 @@ class Mixing(ABC):
         Returns:
             Mixed summaries, ``[B, H, M, W]``.
         """
-        batch, heads, blocks, _ = summary.shape
+        blocks = summary.shape[2]
         weights = self.matrix(blocks)
         if not is_dynamic(blocks):
             weights = weights[..., :blocks, :blocks]
         if causal:
             # without the block itself, which is added token by token, up to the query
             weights = weights.tril(-1)
-        weights = weights.expand(batch, heads, blocks, blocks).reshape(batch * heads, blocks, blocks)
-        return torch.bmm(weights, summary.flatten(0, 1)).view_as(summary)
+        return apply_matrix(weights, summary)
+
+    # Cross-attention: the blocks of queries and those of keys differ.
+
+    @property
+    def cross_blocks(self) -> tuple[int, int] | None:
+        """Numbers of query blocks and of key blocks that the coefficients cover in cross-attention; None for any numbers."""
+        return None if self.blocks is None else (self.blocks, self.blocks)
+
+    def check_cross(self, heads: int) -> None:
+        """Check that the coefficients fit cross-attention with the given number of heads.
+
+        Args:
+            heads: number of heads of the queries.
+
+        Raises:
+            ValueError: if this class does not define :meth:`cross_matrix`, or if a shape or value does not fit.
+            TypeError: if a tensor has an unsupported dtype.
+        """
+        if type(self).cross_matrix is Mixing.cross_matrix:
+            raise ValueError(
+                f"{self} has no coefficients between blocks of two sequences; give a matrix [Mq, Mk] or an "
+                f"ExponentialMixing, or define the method cross_matrix in {type(self).__name__}"
+            )
+        self.check(heads, causal=False)
+
+    def cross_matrix(self, pairs: BlockPairs) -> Tensor:
+        """Return the coefficients between query blocks and key blocks, ``[Mq, Mk]`` for all heads or ``[H, Mq, Mk]``.
+
+        Only classes of coefficients for cross-attention implement this method.
+
+        Args:
+            pairs: blocks of both sides, with their indices within packed sequences.
+        """
+        raise NotImplementedError
 
     # Chunks of several blocks, for coefficients that are sums of products: the spanning form.
 
@@ -298,14 +335,12 @@ class Mixing(ABC):
         """
         if every is None:
             every = shares.gather(summary, shares.blocks)
-        batch, heads, blocks = every.shape[:3]
+        blocks = every.shape[2]
         first, last = shares.own
         rows = self.matrix(blocks)[..., first:last, :blocks]
         if causal:
             rows = rows.tril(first - 1)
-        rows = rows.expand(batch, heads, *rows.shape[-2:]).reshape(batch * heads, *rows.shape[-2:])
-        mixed = torch.bmm(rows, every.reshape(batch * heads, blocks, -1))
-        return mixed.view(summary.shape)
+        return apply_matrix(rows, every.flatten(3)).view(summary.shape)
 
     # The choice between forms, and the fused kernels.
 
@@ -336,6 +371,22 @@ class Mixing(ABC):
             Number of summaries that are added up to mix one block.
         """
         return blocks
+
+
+def apply_matrix(weights: Tensor, summary: Tensor) -> Tensor:
+    """Mix block summaries by a matrix, as one batched matrix product over batch rows and heads.
+
+    Args:
+        weights: coefficients, ``[I, J]`` or ``[H, I, J]``.
+        summary: summaries of J blocks, ``[B, H, J, W]``.
+
+    Returns:
+        Mixed summaries, ``[B, H, I, W]``.
+    """
+    batch, heads, _, width = summary.shape
+    rows, columns = weights.shape[-2:]
+    weights = weights.expand(batch, heads, rows, columns).reshape(batch * heads, rows, columns)
+    return torch.bmm(weights, summary.flatten(0, 1)).view(batch, heads, rows, width)
 
 
 def _context(mixing: Mixing) -> tuple[tuple[str, Any], ...]:

@@ -27,6 +27,7 @@ from mhla_kernels.blocks import at_most, divide_up
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows
 from mhla_kernels.mixing.fitting import fit_exponentials
+from mhla_kernels.mixing.pairs import BlockPairs
 from mhla_kernels.mixing.span import Span, make_span
 from mhla_kernels.torch_private import assert_async, has_values, unwrapped
 
@@ -128,6 +129,23 @@ class ExponentialMixing(Mixing):
     @override
     def matrix(self, blocks: int) -> Tensor:
         return self.dense(blocks if self.grid is None else None)
+
+    @override
+    def cross_matrix(self, pairs: BlockPairs) -> Tensor:
+        """Return the coefficients between the blocks of two sequences that cover the same axis.
+
+        The distance is that between the centers of the blocks, in key blocks (:meth:`BlockPairs.distance`). With a grid, both
+        sides have the same grid of blocks.
+
+        Args:
+            pairs: blocks of both sides.
+
+        Returns:
+            ``[Mq, Mk]``, or ``[H, Mq, Mk]`` for H heads.
+        """
+        if self.grid is not None:
+            return self.dense()
+        return _kernel(self.amplitude, self.decay, pairs.distance(self.amplitude))
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
         """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes.

@@ -122,6 +122,7 @@ def attend_kernel(
     row_tokens,
     out,
     key_mask,
+    column_mask,
     inverse_normalizer,
     normalizer_gradient,
     mixed,
@@ -131,6 +132,7 @@ def attend_kernel(
     term_weight,
     table,
     token_row,
+    column_row,
     x_stride_b,
     x_stride_n,
     x_stride_h,
@@ -155,6 +157,7 @@ def attend_kernel(
     mixing_stride_i,
     mixing_stride_j,
     tokens,
+    column_tokens,
     table_size,
     heads,
     tiles_of_row,
@@ -173,6 +176,7 @@ def attend_kernel(
     NORMALIZE: tl.constexpr,
     RELU: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_COLUMN_MASK: tl.constexpr,
     OWN_GRADIENT: tl.constexpr,
     X_WIDTH: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
@@ -196,7 +200,8 @@ def attend_kernel(
     each piece the summary of the pieces before it in its block (after it in modes DV and DK).
 
     Parallel form: tiles have ``ROWS`` tokens. With ``PACKED``, ``table`` has a column for each tile. ``COLUMNS`` consecutive
-    tokens lie in at most ``SPAN`` of the ``size`` blocks of ``mixing``.
+    tokens lie in at most ``SPAN`` of the ``size`` blocks of ``mixing``. The tokens j have ``column_mask`` and ``column_row`` in
+    place of ``key_mask`` and ``token_row``; in self-attention, these are the same.
 
     Spanning form (``SUMMARY`` and ``TERMS``): ``table`` has a column for each chunk of several blocks, and token pairs are
     scored inside a chunk only. ``mixing`` holds the coefficients between the blocks of a chunk. ``mixed`` holds ``TERMS``
@@ -218,7 +223,8 @@ def attend_kernel(
     MATRIX: tl.constexpr = not SUMMARY or TERMS > 0
     SUMMARY_WIDTH: tl.constexpr = X_WIDTH * OUT_WIDTH + (OUT_WIDTH if MODE == DQ or MODE == DK else X_WIDTH)
 
-    # Tokens from `low` to `high` form the part of the sequence whose pairs this program scores; its rows begin at `start`.
+    # Tokens from `low` to `high` form the part of the sequence whose pairs this program scores. Its rows begin at `start`, and
+    # the sequence of the rows ends at `end`.
     block = 0
     piece = 0
     if SUMMARY:
@@ -227,16 +233,19 @@ def attend_kernel(
         low = tl.load(table + START * table_size + block) + (piece % pieces) * piece_size
         high = tl.minimum(tl.load(table + END * table_size + block), low + piece_size)
         start = low + (tile % tiles) * ROWS
+        end = high
     elif PACKED:
         start = tl.load(table + START * table_size + tile)
+        end = tl.load(table + END * table_size + tile)
         low = tl.load(table + LOW * table_size + tile)
         high = tl.load(table + HIGH * table_size + tile)
     else:
         start = tile * ROWS
+        end = tokens
         low = 0
-        high = tokens
+        high = column_tokens
     # The grid is sized for the largest block, and packed tables for the most blocks: some programs have no token.
-    if start >= high:
+    if start >= end:
         return
 
     # Strides come divided by ALIGNED. Multiplying by the constant here tells the compiler that rows are aligned, so that it
@@ -253,13 +262,18 @@ def attend_kernel(
     out += (batch * out_stride_b + head * out_stride_h) * ALIGNED
     mixing += head * mixing_stride_h
     key_mask += batch * tokens
-    inverse_normalizer += row * tokens
-    normalizer_gradient += row * tokens
+    column_mask += batch * column_tokens
+    if LATER:  # these are numbers of queries, which are the columns in modes DV and DK
+        inverse_normalizer += row * column_tokens
+        normalizer_gradient += row * column_tokens
+    else:
+        inverse_normalizer += row * tokens
+        normalizer_gradient += row * tokens
     if OWN_GRADIENT and not TERMS:
         own_gradient += (row * tiles_of_row + tile) * tl.num_programs(1)
 
     rows = start + tl.arange(0, ROWS)
-    visible = load_visible(key_mask, rows, high, HAS_MASK)
+    visible = load_visible(key_mask, rows, end, HAS_MASK)
     outputs = part * OUTPUTS + tl.arange(0, OUTPUTS)
     total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     normalizer = tl.zeros([ROWS], tl.float32)
@@ -289,7 +303,7 @@ def attend_kernel(
                 last = tl.minimum(high, start + ROWS)
         for first in range(low, last, COLUMNS):
             columns = first + tl.arange(0, COLUMNS)
-            shown = load_visible(key_mask, columns, last, HAS_MASK)
+            shown = load_visible(column_mask, columns, last, HAS_COLUMN_MASK)
             scores = products(
                 x, rows, visible, x_stride_n, x_stride_d, y, columns, shown, y_stride_n, y_stride_d,
                 X_WIDTH, PAIR_RELU, ROWS, COLUMNS, SLICE,
@@ -304,9 +318,9 @@ def attend_kernel(
             if MATRIX:
                 # Load one coefficient for each row token and column block, and expand it to the columns by a product with a
                 # one-hot matrix: fewer loads than one for each pair.
-                row_block = tl.load(token_row + rows, mask=rows < high, other=0)
-                first_block = tl.load(token_row + first)
-                in_tile = tl.load(token_row + columns, mask=columns < last, other=-1) - first_block
+                row_block = tl.load(token_row + rows, mask=rows < end, other=0)
+                first_block = tl.load(column_row + first)
+                in_tile = tl.load(column_row + columns, mask=columns < last, other=-1) - first_block
                 if CAUSAL == BLOCKS:
                     column_block = first_block + in_tile
                     if LATER:
@@ -341,7 +355,7 @@ def attend_kernel(
                     keys = dot(coefficient.to(INPUT), value, keys)
 
     if TERMS:
-        row_block = tl.load(token_row + rows, mask=rows < high, other=0)
+        row_block = tl.load(token_row + rows, mask=rows < end, other=0)
         for term in range(0, TERMS):
             weight = tl.load(term_weight + head * weight_stride_h + term * size + row_block)
             values, sums, z = _through_summary(
@@ -356,9 +370,9 @@ def attend_kernel(
                     row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, RELU
                 )
                 row_features = row_features.to(tl.float32)
-                tl.store(part_of, tl.sum(row_features * values, 1), mask=rows < high)
+                tl.store(part_of, tl.sum(row_features * values, 1), mask=rows < end)
                 if NORMALIZE and MODE == DQ:
-                    tl.store(part_of + 1, tl.sum(row_features * z, 1), mask=rows < high)
+                    tl.store(part_of + 1, tl.sum(row_features * z, 1), mask=rows < end)
             total += weight[:, None] * values
             normalizer += weight * sums
             keys += weight[:, None] * z
@@ -391,8 +405,8 @@ def attend_kernel(
         inverse = 1.0 / (tl.sum(q * keys, 1) + eps)
         gradient = -tl.sum(q * total, 1) * inverse * inverse
         total = total * inverse[:, None] + keys * gradient[:, None]
-        tl.store(inverse_normalizer + rows, inverse, mask=rows < high)
-        tl.store(normalizer_gradient + rows, gradient, mask=rows < high)
+        tl.store(inverse_normalizer + rows, inverse, mask=rows < end)
+        tl.store(normalizer_gradient + rows, gradient, mask=rows < end)
     if OUT_RELU:
         raw = load_tokens(
             row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, False
@@ -401,7 +415,7 @@ def attend_kernel(
     if HAS_MASK:  # hidden tokens give zeros as queries and pass no gradient, whatever they hold
         total = tl.where(visible[:, None], total, 0.0)
     offset = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
-    inside = (rows < high)[:, None] & (outputs < OUT_WIDTH)[None, :]
+    inside = (rows < end)[:, None] & (outputs < OUT_WIDTH)[None, :]
     tl.store(offset, round_to(total, out.dtype.element_ty), mask=inside)
 
 
@@ -458,7 +472,7 @@ def attend(
     else:
         table, count = call.tile_table(tiles.rows)
     if pairwise:
-        span = config.power_of_two(call.span(tiles.columns))
+        span = config.power_of_two(call.columns.span(tiles.columns))
     gradient = None
     if own_gradient:  # zeros, since programs without tokens write nothing
         shape = (call.tables.tokens, terms, parts, 2) if terms else (count, parts)
@@ -470,16 +484,18 @@ def attend(
     coefficients, *coefficient_strides = call.pairs
     term_weight = call.coefficients[1 if mode in (OUT.value, DQ.value) else 2] if terms else x
     attend_kernel[(call.rows * count, parts)](
-        x, y, a, row_tokens, out, call.mask_bytes, inverse, normalizer_gradient,
+        x, y, a, row_tokens, out, call.mask_bytes, call.columns.mask_bytes, inverse, normalizer_gradient,
         x if mixed is None else mixed, x if running is None else running, coefficients,
         x if gradient is None else gradient, term_weight, table,
         table if call.token_row is None else call.token_row,
+        table if call.columns.token_row is None else call.columns.token_row,
         *strides(aligned, x, y, a, row_tokens, out), *coefficient_strides,
-        call.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
-        call.coefficients[0].shape[-1], term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
+        call.tables.tokens, call.columns.tables.tokens, table.shape[1], call.heads, count, pieces, piece_size, in_piece,
+        call.column_size, term_weight.stride(0) if terms and len(term_weight) > 1 else 0,
         call.eps, MODE=mode, SUMMARY=chunked, TERMS=terms, PACKED=call.tables.packed,
         RUNNING=running is not None, CAUSAL=order, NORMALIZE=call.normalize,
-        RELU=call.relu, HAS_MASK=call.key_mask is not None, OWN_GRADIENT=own_gradient,
+        RELU=call.relu, HAS_MASK=call.key_mask is not None, HAS_COLUMN_MASK=call.columns.key_mask is not None,
+        OWN_GRADIENT=own_gradient,
         X_WIDTH=x.shape[-1], OUT_WIDTH=out.shape[-1], ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice,
         OUTPUTS=tiles.outputs, SPAN=span, ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip

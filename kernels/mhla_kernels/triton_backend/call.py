@@ -91,6 +91,8 @@ class Call:
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
+        self.columns: Call = self
+        """Call of the tokens that the tokens of this call form pairs with: itself, but for the two sides of cross-attention."""
         self.q, self.k, self.v, self.coefficients = arguments[:4]
         table, sequences, *token_rows = arguments.tables
         spanning, layout = arguments.form == "spanning", arguments.layout
@@ -143,6 +145,11 @@ class Call:
     def order(self) -> int:
         """Constant of the kernels: 0 if they hide nothing, ``TOKENS`` to hide later tokens, ``BLOCKS`` to hide later blocks."""
         return self.causal + self.block_causal
+
+    @property
+    def column_size(self) -> int:
+        """Number of blocks of ``columns`` that the coefficients cover."""
+        return self.coefficients[0].shape[-1]
 
     @property
     def chip(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,18 +51,37 @@ def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Argum
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order; None for each one that is not wanted.
     """
-    count = len(arguments.coefficients)
-    requires_grad = [*needs_gradient[:3], *(needs_gradient[3],) * count]
+    requires_grad = [*needs_gradient[:3], *(needs_gradient[3],) * len(arguments.coefficients)]
 
-    def run() -> list[Tensor]:
+    def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor) -> Tensor:
+        return outputs(arguments._replace(q=q, k=k, v=v, coefficients=list(coefficients)))
+
+    return differentiate(run, (*arguments[:3], *arguments.coefficients), requires_grad, gradient)
+
+
+def differentiate(
+    run: Callable[..., Tensor], tensors: Sequence[Tensor], requires_grad: Sequence[bool], gradient: Tensor
+) -> list[Tensor | None]:
+    """Compute the gradients of a function of tensors by autograd, inside the backward pass of a registered operator.
+
+    Args:
+        run: function of all tensors.
+        tensors: its arguments.
+        requires_grad: for each tensor, whether its gradient is wanted.
+        gradient: gradient of the result of ``run``.
+
+    Returns:
+        Gradients of the tensors; None for each one that is not wanted.
+    """
+
+    def run_and_differentiate() -> list[Tensor]:
         with torch.enable_grad():
-            tensors = (*arguments[:3], *arguments.coefficients)
             leaves = [x.detach().requires_grad_(required) for x, required in zip(tensors, requires_grad, strict=True)]
-            out = outputs(arguments._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=leaves[3:]))
+            out = run(*leaves)
             inputs = [x for x in leaves if x.requires_grad]
             # a single chunk does not use the coefficients between chunks: their gradients are zeros, not None
             return list(torch.autograd.grad(out, inputs, gradient.to(out.dtype), materialize_grads=True))
 
     # autograd records nothing in the thread that runs the backward pass of a registered operator
-    computed = iter(in_own_thread(run, arguments.q.device))
+    computed = iter(in_own_thread(run_and_differentiate, gradient.device))
     return [next(computed) if required else None for required in requires_grad]

@@ -106,7 +106,7 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
         normalize=problem.weighting.normalize,
         relu=problem.feature_map == "relu",
         masked=problem.key_mask is not None,
-        layout=_layout_name(layout),
+        layout=layout_name(layout),
         block_size=layout.block_size if layout.block_offsets is None else layout.largest,
         many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # an open number counts as many
         terms=coefficients[-1].shape[-1] if len(coefficients) > 1 else 0,
@@ -114,7 +114,8 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
     )
 
 
-def _layout_name(layout: TokenLayout) -> str:
+def layout_name(layout: TokenLayout) -> str:
+    """Return the name of a partition of tokens: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences."""
     if layout.block_offsets is not None:
         return "uneven"
     return "equal" if layout.cu_seqlens is None else "packed"

@@ -55,7 +55,7 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
     gradient = gradient.to(q.dtype)
     if call.terms:
         of_tokens, of_span = spanning.backward(call, gradient, needs_gradient)
-        return [*of_tokens, *(_reduce(x, call) for x in of_span)]
+        return [*of_tokens, *(sum_rows(x, call) for x in of_span)]
     mixer = MIXERS[call.arguments.mixer]
     mixed = running = later = weights = diagonal = dq = dk = dv = None
     coefficients: list[Tensor] = []
@@ -87,10 +87,10 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
         coefficients = [pair_gradient(call, gradient, weights)]
     if diagonal is not None:
         mixer.add_own(call, coefficients, diagonal)
-    return [dq if of_q else None, dk if of_k else None, dv, *(_reduce(x, call) for x in coefficients)]
+    return [dq if of_q else None, dk if of_k else None, dv, *(sum_rows(x, call) for x in coefficients)]
 
 
-def _reduce(gradient: Tensor, call: Call) -> Tensor:
+def sum_rows(gradient: Tensor, call: Call) -> Tensor:
     """Sum a gradient of mixing coefficients over the batch, and over the heads if they share the coefficients.
 
     Args:

@@ -24,10 +24,12 @@ def mix_kernel(
     summary,
     mixed,
     table,
+    column_table,
     mixing_stride_h,
     mixing_stride_i,
     mixing_stride_j,
     blocks,
+    column_blocks,
     heads,
     INPUT: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -41,22 +43,25 @@ def mix_kernel(
 
     A block summary is a sum over the tokens of the block, for example of key-value products.
     With ``CAUSAL`` the sum is over ``b < i``, and if it is ``BLOCKS`` over ``b <= i``. With ``TRANSPOSED`` the coefficient is
-    ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row of each block in ``mixing`` and
-    the range of blocks of its sequence. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. Grid:
+    ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row (with ``TRANSPOSED``, the
+    column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (row) of
+    each block b. In self-attention, both are the same table. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is
+    ``[B * H, blocks, WIDTH]``. Grid:
     ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
     columns = part * COLUMNS + tl.arange(0, COLUMNS)
     mixing += (row % heads) * mixing_stride_h
-    summary += row * blocks * WIDTH
+    summary += row * column_blocks * WIDTH
     mixed += row * blocks * WIDTH
     i = tile * ROWS + tl.arange(0, ROWS)
     i_row = tl.load(table + ROW * blocks + i, mask=i < blocks, other=0)
-    i_first = tl.load(table + FIRST * blocks + i, mask=i < blocks, other=blocks)
+    i_first = tl.load(table + FIRST * blocks + i, mask=i < blocks, other=column_blocks)
+    i_last = tl.load(table + LAST * blocks + i, mask=i < blocks, other=0)
     # Key blocks that any query block of this tile can see: from the first sequence of the tile to its last one.
     low = tl.min(i_first)
-    high = tl.max(tl.load(table + LAST * blocks + i, mask=i < blocks, other=0))
+    high = tl.max(i_last)
     if CAUSAL:
         if TRANSPOSED:
             low = tl.maximum(low, tile * ROWS)
@@ -66,10 +71,9 @@ def mix_kernel(
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(low, high, TERMS):
         b = first + tl.arange(0, TERMS)
-        b_row = tl.load(table + ROW * blocks + b, mask=b < blocks, other=0)
-        b_first = tl.load(table + FIRST * blocks + b, mask=b < blocks, other=-1)
-        # Only blocks of one sequence, which have the same first block, are mixed.
-        counts = i_first[:, None] == b_first[None, :]
+        b_row = tl.load(column_table + ROW * column_blocks + b, mask=b < column_blocks, other=0)
+        # Only blocks of one sequence are mixed.
+        counts = (b[None, :] >= i_first[:, None]) & (b[None, :] < i_last[:, None])
         if CAUSAL == BLOCKS:
             if TRANSPOSED:
                 counts = counts & (b[None, :] >= i[:, None])
@@ -99,9 +103,12 @@ def mixing_gradient_kernel(
     summary,
     mixing_gradient,
     sequences,
+    column_sequences,
     blocks,
+    column_blocks,
     num_sequences,
     size,
+    column_size,
     INPUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -111,11 +118,11 @@ def mixing_gradient_kernel(
     """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
 
     Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
-    the result is 0 unless ``b < i``, and if it is ``BLOCKS`` unless ``b <= i``. ``sequences`` holds the first block and the
-    number of blocks of each sequence.
+    the result is 0 unless ``b < i``, and if it is ``BLOCKS`` unless ``b <= i``. ``sequences`` holds the first block i and the
+    number of blocks i of each sequence, ``column_sequences`` those of the blocks b. In self-attention, both are the same table.
 
-    ``gradient`` (of the mixed summaries) and ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``mixing_gradient`` is
-    ``[parts, B * H, size, size]`` float32; the caller sums the parts. Grid:
+    ``gradient`` (of the mixed summaries) is ``[B * H, blocks, WIDTH]`` float32, and ``summary`` is ``[B * H, column_blocks,
+    WIDTH]``. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32; the caller sums the parts. Grid:
     ``(B * H * tiles of i, tiles of b, parts of WIDTH)``.
     """
     tiles = tl.cdiv(size, ROWS)
@@ -123,13 +130,15 @@ def mixing_gradient_kernel(
     i = tile * ROWS + tl.arange(0, ROWS)
     b = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     gradient += row * blocks * WIDTH
-    summary += row * blocks * WIDTH
+    summary += row * column_blocks * WIDTH
     part, share = tl.program_id(2), tl.cdiv(tl.cdiv(WIDTH, COLUMNS), tl.num_programs(2)) * COLUMNS
     total = tl.zeros([ROWS, ROWS], tl.float32)
     if not CAUSAL or tl.program_id(1) <= tile:  # tiles above the diagonal are zero, and are still stored
         for sequence in range(0, num_sequences):
             first = tl.load(sequences + sequence)
             count = tl.load(sequences + num_sequences + sequence)
+            column_first = tl.load(column_sequences + sequence)
+            column_count = tl.load(column_sequences + num_sequences + sequence)
             for start in range(part * share, tl.minimum(WIDTH, (part + 1) * share), COLUMNS):
                 columns = start + tl.arange(0, COLUMNS)
                 r = tl.load(
@@ -138,8 +147,8 @@ def mixing_gradient_kernel(
                     other=0.0,
                 )
                 s = tl.load(
-                    summary + (first + b).to(tl.int64)[:, None] * WIDTH + columns[None, :],
-                    mask=(b < count)[:, None] & (columns < WIDTH)[None, :],
+                    summary + (column_first + b).to(tl.int64)[:, None] * WIDTH + columns[None, :],
+                    mask=(b < column_count)[:, None] & (columns < WIDTH)[None, :],
                     other=0.0,
                 )
                 total = multiply(r, tl.trans(s), total, INPUT)
@@ -147,9 +156,9 @@ def mixing_gradient_kernel(
         total = tl.where(b[None, :] <= i[:, None], total, 0.0)
     elif CAUSAL:
         total = tl.where(b[None, :] < i[:, None], total, 0.0)
-    mixing_gradient += (part * (tl.num_programs(0) // tiles) + row) * size * size
-    offset = mixing_gradient + i[:, None] * size + b[None, :]
-    tl.store(offset, total, mask=(i < size)[:, None] & (b < size)[None, :])
+    mixing_gradient += (part * (tl.num_programs(0) // tiles) + row) * size * column_size
+    offset = mixing_gradient + i[:, None] * column_size + b[None, :]
+    tl.store(offset, total, mask=(i < size)[:, None] & (b < column_size)[None, :])
 
 
 class DenseMixer:
@@ -162,19 +171,22 @@ class DenseMixer:
         """Compute weighted sums of block summaries, with the matrix of mixing coefficients as weights.
 
         Args:
-            call: arguments of the attention operator, which include the matrix.
+            call: arguments of the attention operator, which include the matrix. In cross-attention, the side whose blocks read
+                the summaries.
             summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed matrix, as the backward pass does.
 
         Returns:
-            Mixed summaries, ``[B * H, M, W]``.
+            Mixed summaries, ``[B * H, M, W]`` for the M blocks of ``call``.
         """
-        mixed = torch.empty_like(summary)
-        _, blocks, width = summary.shape
-        tiles = config.mix_tiles(call.q.dtype, blocks)
+        _, column_blocks, width = summary.shape
+        blocks = call.tables.blocks
+        mixed = summary.new_empty(len(summary), blocks, width)
+        tiles = config.mix_tiles(call.q.dtype, max(blocks, column_blocks))
         matrix, *matrix_strides = self.pairs(call)
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
-            matrix, summary, mixed, call.tables.table, *matrix_strides, blocks, call.heads,
+            matrix, summary, mixed, call.tables.table, call.columns.tables.table, *matrix_strides, blocks, column_blocks,
+            call.heads,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
             TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
@@ -201,21 +213,23 @@ class DenseMixer:
         """Compute the gradient of the matrix with which block summaries are mixed.
 
         Args:
-            call: arguments of the attention operator.
+            call: arguments of the attention operator; in cross-attention, those of the queries.
             d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
             summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
-            A list with the gradient for each batch row and head, ``[B * H, M, M]``.
+            A list with the gradient for each batch row and head, ``[B * H, M, M]`` (``[B * H, Mq, Mk]`` in cross-attention).
         """
-        size = call.coefficients[0].shape[-1]
-        _, blocks, width = summary.shape
-        tiles = config.mix_tiles(call.q.dtype, size)
-        side = triton.cdiv(size, tiles.rows)
-        parts = config.mixing_gradient_parts(call.rows * side * side, width)
-        gradient = call.q.new_empty(parts, call.rows, size, size, dtype=torch.float32)
-        mixing_gradient_kernel[(call.rows * side, side, parts)](
-            d_mixed, summary, gradient, call.tables.sequences, blocks, call.tables.sequences.shape[1], size,
+        size, column_size = call.coefficients[0].shape[1:]
+        _, column_blocks, width = summary.shape
+        tiles = config.mix_tiles(call.q.dtype, max(size, column_size))
+        side, column_side = triton.cdiv(size, tiles.rows), triton.cdiv(column_size, tiles.rows)
+        parts = config.mixing_gradient_parts(call.rows * side * column_side, width)
+        gradient = call.q.new_empty(parts, call.rows, size, column_size, dtype=torch.float32)
+        sequences = call.tables.sequences
+        mixing_gradient_kernel[(call.rows * side, column_side, parts)](
+            d_mixed, summary, gradient, sequences, call.columns.tables.sequences, d_mixed.shape[1], column_blocks,
+            sequences.shape[1], size, column_size,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, WIDTH=width, ROWS=tiles.rows,
             COLUMNS=config.mixing_gradient_columns(call.chip),
             **call.schedule(tiles),

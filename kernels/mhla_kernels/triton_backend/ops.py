@@ -7,6 +7,7 @@ handles empty inputs without this operator.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 import torch
@@ -28,11 +29,18 @@ SCHEMA_TYPES: dict[Any, str] = {
     float | None: "float?",
     str: "str",
 }
-SCHEMA = ", ".join(
-    f"{SCHEMA_TYPES[kind]} {name}"
-    + (f"={Arguments._field_defaults[name]}" if name in Arguments._field_defaults else "")
-    for name, kind in get_type_hints(Arguments).items()
-)
+
+
+def make_schema(arguments: Any) -> str:
+    """Return the parameters of an operator, one for each field of a named tuple of its arguments."""
+    defaults = arguments._field_defaults
+    return ", ".join(
+        f"{SCHEMA_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")
+        for name, kind in get_type_hints(arguments).items()
+    )
+
+
+SCHEMA = make_schema(Arguments)
 TENSORS = Arguments._fields.index("block_size")
 """Number of leading arguments that are tensors or lists of tensors."""
 
@@ -95,13 +103,17 @@ def attention_backward(
             return launch.backward(Call(named), gradient, needs_gradient)
 
     gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named))
-    gradients += [None] * (3 + len(named.coefficients) - len(gradients))
-    inputs = named.q, named.k, named.v, *named.coefficients
-    # a registered operator cannot return None for a tensor: an empty one takes its place
-    dq, dk, dv, *of_coefficients = (
-        like.new_empty(0) if x is None else x.contiguous() for x, like in zip(gradients, inputs, strict=True)
-    )
+    dq, dk, dv, *of_coefficients = no_missing(gradients, (named.q, named.k, named.v, *named.coefficients))
     return dq, dk, dv, of_coefficients
+
+
+def no_missing(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return one gradient for each input: an empty tensor for one that was not computed, or is missing at the end of the list.
+
+    A registered operator cannot return None for a tensor.
+    """
+    every = [*gradients, *[None] * (len(inputs) - len(gradients))]
+    return [like.new_empty(0) if x is None else x.contiguous() for x, like in zip(every, inputs, strict=True)]
 
 
 @attention_backward.register_fake

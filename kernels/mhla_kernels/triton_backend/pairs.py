@@ -61,9 +61,11 @@ def _add_block_sums(
     held,
     pairs,
     token_row,
+    column_row,
     rows,
     columns,
     end,
+    column_end,
     start,
     first,
     gradient,
@@ -74,7 +76,8 @@ def _add_block_sums(
 ):
     """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
-    ``pairs`` has one term for each key (row) and query (column), and ``token_row`` holds the block index of each token.
+    ``pairs`` has one term for each key (row) and query (column). ``token_row`` holds the block index of each key, and
+    ``column_row`` that of each query.
     ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the first one of the tile of keys.
     Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the query block that slot s
     currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is
@@ -84,9 +87,9 @@ def _add_block_sums(
         The new ``total`` and the new ``held``.
     """
     b_first = tl.load(token_row + start)
-    i_first = tl.load(token_row + first)
+    i_first = tl.load(column_row + first)
     b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
-    i = tl.load(token_row + columns, mask=columns < end, other=-1)
+    i = tl.load(column_row + columns, mask=columns < column_end, other=-1)
     slots = tl.arange(0, SPAN)
     # `slot_blocks` is the query block of each slot for this column tile: the one of the SPAN next blocks that is s modulo SPAN.
     slot_blocks = i_first + ((slots - i_first) & (SPAN - 1))
@@ -110,11 +113,13 @@ def pair_gradient_kernel(
     v,
     gradient,
     key_mask,
+    column_mask,
     inverse_normalizer,
     normalizer_gradient,
     mixing_gradient,
     table,
     token_row,
+    column_row,
     q_stride_b,
     q_stride_n,
     q_stride_h,
@@ -132,6 +137,7 @@ def pair_gradient_kernel(
     gradient_stride_h,
     gradient_stride_d,
     tokens,
+    column_tokens,
     table_size,
     heads,
     tiles_of_row,
@@ -143,6 +149,7 @@ def pair_gradient_kernel(
     NORMALIZE: tl.constexpr,
     RELU: tl.constexpr,
     HAS_MASK: tl.constexpr,
+    HAS_COLUMN_MASK: tl.constexpr,
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
@@ -155,9 +162,10 @@ def pair_gradient_kernel(
 
     The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
     ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
-    counted from the first one of the tile, which has at most ``SPAN`` of them, and ``token_row`` holds the block index of each
-    token. With ``CHUNKS``, only pairs inside a chunk (a group of several consecutive blocks) count; the lookup table ``table``
-    has a column with the bounds of each chunk, and a chunk has ``tiles`` tiles. Launch grid:
+    counted from the first one of the tile, which has at most ``SPAN`` of them. ``token_row`` holds the block index of each key,
+    and ``column_row`` that of each query. In self-attention, both are the same table. With ``CHUNKS``, only pairs inside a
+    chunk (a group of several consecutive blocks) count; the lookup table ``table`` has a column with the bounds of each chunk,
+    and a chunk has ``tiles`` tiles. Launch grid:
     ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
@@ -167,15 +175,18 @@ def pair_gradient_kernel(
         low = tl.load(table + START * table_size + tile // tiles)
         high = tl.load(table + END * table_size + tile // tiles)
         start = low + (tile % tiles) * ROWS
+        end = high
     elif PACKED:
         start = tl.load(table + START * table_size + tile)
+        end = tl.load(table + END * table_size + tile)
         low = tl.load(table + LOW * table_size + tile)
         high = tl.load(table + HIGH * table_size + tile)
     else:
         start = tile * ROWS
+        end = tokens
         low = 0
-        high = tokens
-    if start >= high:
+        high = column_tokens
+    if start >= end:
         return
     q_stride_n *= ALIGNED
     k_stride_n *= ALIGNED
@@ -186,12 +197,13 @@ def pair_gradient_kernel(
     v += (batch * v_stride_b + head * v_stride_h) * ALIGNED
     gradient += (batch * gradient_stride_b + head * gradient_stride_h) * ALIGNED
     key_mask += batch * tokens
+    column_mask += batch * column_tokens
     mixing_gradient += (row * tiles_of_row + tile) * size * SPAN
 
     rows = start + tl.arange(0, ROWS)
-    visible = load_visible(key_mask, rows, high, HAS_MASK)
+    visible = load_visible(key_mask, rows, end, HAS_MASK)
     if CAUSAL == BLOCKS:
-        row_block = tl.load(token_row + rows, mask=rows < high, other=0)
+        row_block = tl.load(token_row + rows, mask=rows < end, other=0)
         if not CHUNKS and not PACKED:  # begin at the block of the first key, at a multiple of COLUMNS as SPAN requires
             low = tl.load(table + START * table_size + tl.load(token_row + start)) // COLUMNS * COLUMNS
     elif CAUSAL:
@@ -200,14 +212,14 @@ def pair_gradient_kernel(
     held = tl.full([SPAN], -1, tl.int32)
     for first in range(low, high, COLUMNS):
         columns = first + tl.arange(0, COLUMNS)
-        shown = load_visible(key_mask, columns, high, HAS_MASK)
+        shown = load_visible(column_mask, columns, high, HAS_COLUMN_MASK)
         pairs = products(
             v, rows, visible, v_stride_n, v_stride_d, gradient, columns, shown, gradient_stride_n, gradient_stride_d,
             VALUE_WIDTH, False, ROWS, COLUMNS, SLICE,
         )  # fmt: skip
         if NORMALIZE:
-            pairs *= tl.load(inverse_normalizer + row * tokens + columns, mask=shown, other=0.0)[None, :]
-            pairs += tl.load(normalizer_gradient + row * tokens + columns, mask=shown, other=0.0)[None, :]
+            pairs *= tl.load(inverse_normalizer + row * column_tokens + columns, mask=shown, other=0.0)[None, :]
+            pairs += tl.load(normalizer_gradient + row * column_tokens + columns, mask=shown, other=0.0)[None, :]
         pairs *= products(
             k, rows, visible, k_stride_n, k_stride_d, q, columns, shown, q_stride_n, q_stride_d,
             KEY_WIDTH, RELU, ROWS, COLUMNS, SLICE,
@@ -222,8 +234,10 @@ def pair_gradient_kernel(
             held,
             pairs,
             token_row,
+            column_row,
             rows,
             columns,
+            end,
             high,
             start,
             first,
@@ -242,32 +256,36 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     blocks into chunks of several consecutive blocks, and only pairs inside a chunk count.
 
     Args:
-        call: arguments of the attention operator, in the parallel or spanning form.
+        call: arguments of the attention operator, in the parallel or spanning form; in cross-attention, those of the keys.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each token, ``[B * H, N]`` float32 each; None
             without normalizer.
 
     Returns:
-        ``[B * H, M, M]`` float32 for M blocks. In the spanning form, ``[B * H, G, G]`` for the G blocks of a chunk.
+        ``[B * H, M, M]`` float32 for M blocks; ``[B * H, Mq, Mk]`` in cross-attention. In the spanning form, ``[B * H, G, G]``
+        for the G blocks of a chunk.
     """
-    q, k, v = call.q, call.k, call.v
+    q, k, v = call.columns.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)
-    size, in_chunk = call.coefficients[0].shape[-1], triton.cdiv(call.tables.layout.largest, tiles.rows)
+    size, key_size = call.coefficients[0].shape[1:]
+    in_chunk = triton.cdiv(call.tables.layout.largest, tiles.rows)
     if call.terms:
         table, count = call.tables.table, call.tables.blocks * in_chunk
     else:
         table, count = call.tile_table(tiles.rows)
-    span = config.power_of_two(call.span(tiles.rows))
+    span = config.power_of_two(max(call.span(tiles.rows), call.columns.span(tiles.columns)))
     inverse, normalizer_gradient = weights or (q, q)
     assert call.token_row is not None
+    assert call.columns.token_row is not None
     out = q.new_zeros(call.rows, count, size, span, dtype=torch.float32)
     aligned = alignment(q, k, v, gradient)
     pair_gradient_kernel[(call.rows * count,)](
-        q, k, v, gradient, call.mask_bytes, inverse, normalizer_gradient, out, table, call.token_row,
-        *strides(aligned, q, k, v, gradient), call.tables.tokens, table.shape[1],
-        call.heads, count, in_chunk, size, CHUNKS=call.terms > 0, PACKED=call.tables.packed, CAUSAL=call.order,
-        NORMALIZE=call.normalize,
-        RELU=call.relu, HAS_MASK=call.key_mask is not None, KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
+        q, k, v, gradient, call.mask_bytes, call.columns.mask_bytes, inverse, normalizer_gradient, out, table,
+        call.token_row, call.columns.token_row, *strides(aligned, q, k, v, gradient), call.tables.tokens,
+        call.columns.tables.tokens, table.shape[1], call.heads, count, in_chunk, size, CHUNKS=call.terms > 0,
+        PACKED=call.tables.packed, CAUSAL=call.order, NORMALIZE=call.normalize, RELU=call.relu,
+        HAS_MASK=call.key_mask is not None, HAS_COLUMN_MASK=call.columns.key_mask is not None,
+        KEY_WIDTH=call.key_width, VALUE_WIDTH=call.value_width,
         ROWS=tiles.rows, COLUMNS=tiles.columns, SLICE=tiles.slice, SPAN=span,
         ALIGNED=aligned, **call.schedule(tiles),
     )  # fmt: skip
@@ -282,4 +300,4 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
         starts *= tiles.rows
     block = (call.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
     by_block = out.permute(0, 2, 1, 3).reshape(call.rows * size, -1)
-    return sum_at(by_block, block, size).reshape(call.rows, size, size)
+    return sum_at(by_block, block, key_size).reshape(call.rows, size, key_size)

@@ -27,7 +27,9 @@ TOKENS, BLOCKS = tl.constexpr(1), tl.constexpr(2)
 
 SIZES = (
     "tokens",
+    "column_tokens",
     "blocks",
+    "column_blocks",
     "rows",
     "heads",
     "pieces",
@@ -36,6 +38,7 @@ SIZES = (
     "tiles_of_row",
     "table_size",
     "size",
+    "column_size",
     "num_sequences",
 )
 """Kernel parameters that hold lengths. A kernel is not compiled again for other values of them."""

@@ -92,7 +92,7 @@ def kernel_tables(layout: TokenLayout, form: str, in_chunk: int, device: torch.d
     tables = make_tables(layout, device)
     if form == "chunked":
         return [tables.table, tables.sequences]
-    token_row = _token_rows(device, tables) if tables.packed else keep(_token_rows, device, tables)
+    token_row = token_rows(device, tables) if tables.packed else keep(token_rows, device, tables)
     return [tables.table, tables.sequences, token_row]
 
 
@@ -165,14 +165,14 @@ def _rows_in_chunks(layout: TokenLayout, in_chunk: int, device: torch.device) ->
     """Return for each token the index of its block within its chunk of ``in_chunk`` blocks, ``[N]`` int32."""
     if layout.cu_seqlens is None:
         return keep(_equal_rows_in_chunks, device, layout.tokens, layout.block_size, in_chunk)
-    return _token_rows(device, make_tables(layout, device)) % in_chunk
+    return token_rows(device, make_tables(layout, device)) % in_chunk
 
 
 def _equal_rows_in_chunks(device: torch.device, tokens: int, block_size: int, in_chunk: int) -> Tensor:
     return torch.arange(tokens, device=device, dtype=torch.int32) // block_size % in_chunk
 
 
-def _token_rows(device: torch.device, tables: BlockTables) -> Tensor:
+def token_rows(device: torch.device, tables: BlockTables) -> Tensor:
     """Return for each token the row of its block in the mixing matrix, ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -151,13 +152,33 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    start = time.perf_counter()
     problem = make_problem(kind, device)
-    reference, reference_gradients = _run(problem, fused=False)
-    output, gradients = _run(problem, fused=True)
-    bound, gradient_bound = BOUNDS[problem.q.dtype]
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor, fused: bool) -> Tensor:
+        arguments = problem._replace(q=q, k=k, v=v, coefficients=list(coefficients))
+        if not fused:
+            return fallback.outputs(arguments, torch.float64)
+        out: Tensor = torch.ops.mhla.attention(*arguments)
+        return out
+
+    return compare_passes(run, list(problem[:3]), problem.coefficients)
+
+
+def compare_passes(run: Callable[..., Tensor], tokens: list[Tensor], coefficients: list[Tensor]) -> Verdict:
+    """Compare forward and backward passes of Triton kernels with those of PyTorch in float64.
+
+    Args:
+        run: function of q, k, v and the coefficients that returns the outputs. Its argument ``fused`` says whether it runs the
+            kernels, or PyTorch in float64.
+        tokens: q, k and v, in the dtype of the kernels.
+        coefficients: tensors of mixing coefficients.
+    """
+    start = time.perf_counter()
+    reference, reference_gradients = _differentiate(run, tokens, coefficients, fused=False)
+    output, gradients = _differentiate(run, tokens, coefficients, fused=True)
+    bound, gradient_bound = BOUNDS[tokens[0].dtype]
     comparisons = [compare("the output", output, reference, bound)]
-    names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(problem.coefficients))))
+    names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(coefficients))))
     for name, gradient, reference_gradient in zip(names, gradients, reference_gradients, strict=True):
         comparisons.append(compare(f"the gradient of {name}", gradient, reference_gradient, gradient_bound))
     wrong = [text for _, text in comparisons if text]
@@ -165,14 +186,15 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)
 
 
-def _run(arguments: Arguments, fused: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = arguments.q.dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
-    leaves = [x.to(dtype).requires_grad_() for x in arguments[:3]]
+def _differentiate(
+    run: Callable[..., Tensor], tokens: list[Tensor], coefficients: list[Tensor], fused: bool
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    dtype = tokens[0].dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
+    leaves = [x.to(dtype).requires_grad_() for x in tokens]
     coefficient_dtype = torch.float32 if fused else torch.float64
-    coefficients = [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in arguments.coefficients]
-    arguments = arguments._replace(q=leaves[0], k=leaves[1], v=leaves[2], coefficients=coefficients)
-    out = torch.ops.mhla.attention(*arguments) if fused else fallback.outputs(arguments, torch.float64)
+    leaves += [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in coefficients]
+    out = run(*leaves, fused=fused)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
     cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # rounded first, so that both runs get equal values
-    return out.detach(), torch.autograd.grad(out, [*leaves, *coefficients], cotangent)
+    return out.detach(), torch.autograd.grad(out, leaves, cotangent)

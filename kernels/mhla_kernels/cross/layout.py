@@ -1,0 +1,131 @@
+"""Partition of two sequences, queries and keys, into blocks, and the pairs of blocks that cross-attention mixes.
+
+Shape letters: Mq and Mk numbers of query blocks and of key blocks, S packed pairs of sequences.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import BlockPartition, TokenBlocks, TokenLayout, divide_up, on_device
+from mhla_kernels.mixing import BlockPairs, Mixing
+from mhla_kernels.torch_private import FakeTensor, is_traced
+
+Range = tuple[int, int]
+"""Index of the first item, and the index after the last one."""
+
+
+class CrossLayout(NamedTuple):
+    """Partition of the queries into blocks, and that of the keys.
+
+    Attributes:
+        queries: layout of the queries.
+        keys: layout of the keys. Both layouts are packed with the same number of sequences, or neither is.
+    """
+
+    queries: TokenLayout
+    keys: TokenLayout
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the number of queries or keys is symbolic, as in a graph that torch traces."""
+        return self.queries.is_open or self.keys.is_open
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows hold packed sequences."""
+        return self.queries.cu_seqlens is not None
+
+    @property
+    def sequences(self) -> list[tuple[Range, Range]] | None:
+        """Token ranges of the queries and of the keys of each packed sequence.
+
+        None if the rows are not packed, or if the bounds are on an accelerator or traced, so that they are not read.
+        """
+        bounds = self.queries.cu_seqlens, self.keys.cu_seqlens
+        if is_traced() or any(x is None or x.device.type != "cpu" or isinstance(x, FakeTensor) for x in bounds):
+            return None
+        queries, keys = (list(pairwise(x.tolist())) for x in bounds if x is not None)
+        return list(zip(queries, keys, strict=True))
+
+    def partition(self, device: torch.device) -> CrossPartition:
+        """Make the index tables that put queries and keys into blocks, without waiting for the device."""
+        return CrossPartition(self, self.queries.partition(device), self.keys.partition(device))
+
+
+class CrossPartition(NamedTuple):
+    """Assignment of the queries and of the keys to blocks with equal numbers of slots on each side.
+
+    Attributes:
+        layout: sizes of the blocks.
+        queries: assignment of the queries to Mq blocks.
+        keys: assignment of the keys to Mk blocks.
+    """
+
+    layout: CrossLayout
+    queries: BlockPartition
+    keys: BlockPartition
+
+    def block_sequences(self) -> list[tuple[Range, Range]] | None:
+        """Return the block ranges of the queries and of the keys of each packed sequence.
+
+        None if the rows are not packed, or if the bounds are not read.
+        """
+        sequences = self.layout.sequences
+        if sequences is None:
+            return None
+        sizes = self.layout.queries.block_size, self.layout.keys.block_size
+        ranges = []
+        for side, size in enumerate(sizes):
+            counts = (divide_up(pair[side][1] - pair[side][0], size) for pair in sequences)
+            ranges.append(list(pairwise(accumulate(counts, initial=0))))
+        return list(zip(*ranges, strict=True))
+
+    def matrix(self, mixing: Mixing) -> Tensor:
+        """Return the coefficients between all query blocks and all key blocks, zero between different packed sequences.
+
+        Args:
+            mixing: mixing coefficients of the call.
+
+        Returns:
+            ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
+        """
+        queries, keys = self.queries, self.keys
+        if queries.owner is None or keys.owner is None:
+            pairs = BlockPairs(queries.blocks, keys.blocks, self.layout.keys.blocks / self.layout.queries.blocks)
+            if self.layout.is_open:  # the numbers of blocks are upper bounds: a mixing may cover fewer
+                device = next(iter(mixing.tensors.values())).device
+                rows, columns = torch.arange(queries.blocks, device=device), torch.arange(keys.blocks, device=device)
+                pairs = pairs._replace(query_index=rows, key_index=columns)
+            return mixing.cross_matrix(pairs)
+        per_query = self._counts(self.layout.queries, queries), self._counts(self.layout.keys, queries)
+        stretch = per_query[1] / per_query[0].clamp(min=1)
+        matrix = mixing.cross_matrix(BlockPairs(queries.blocks, keys.blocks, stretch, queries.local, keys.local))
+        # not a product with zeros: the gradient of a coefficient that is not used may be infinite
+        return matrix.masked_fill(queries.owner[:, None] != keys.owner, 0)
+
+    @staticmethod
+    def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:
+        """Return the number of blocks that ``layout`` has in the sequence of each block of ``blocks``, ``[M]``."""
+        assert layout.cu_seqlens is not None
+        assert blocks.owner is not None
+        bounds = on_device(layout.cu_seqlens, blocks.owner.device)
+        counts = (bounds.diff() + layout.block_size - 1) // layout.block_size
+        return counts[blocks.owner.clamp(max=len(counts) - 1)]
+
+    def token_blocks(self, device: torch.device) -> tuple[TokenBlocks, TokenBlocks]:
+        """Return the index of the block and of the packed sequence of each query and of each key.
+
+        Blocks are counted over all sequences, as in :meth:`matrix`.
+        """
+        places = []
+        for layout, blocks in ((self.layout.queries, self.queries), (self.layout.keys, self.keys)):
+            where = layout.token_blocks(device)
+            if blocks.slot is not None and layout.cu_seqlens is not None:
+                where = TokenBlocks(blocks.slot // blocks.slots, where.sequence)
+            places.append(where)
+        return places[0], places[1]

@@ -1,0 +1,133 @@
+"""One call of the Triton cross-attention operator: its arguments, and a call of the shared kernels for each side."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.cross.layout import CrossLayout
+from mhla_kernels.triton_backend.call import Arguments, Call
+from mhla_kernels.triton_backend.cross.tables import token_ranges
+from mhla_kernels.triton_backend.tables import LOW
+
+
+class CrossArguments(NamedTuple):
+    """Arguments of ``torch.ops.mhla.cross_attention``, in the order of its parameters: first tensors, then numbers and options.
+
+    Attributes:
+        q: queries, ``[B, Nq, H, K]``, float32 or bfloat16, any strides.
+        k: keys, ``[B, Nk, H, K]``, in the dtype of q, any strides.
+        v: values, ``[B, Nk, H, V]``, in the dtype of q, any strides.
+        matrix: float32 mixing coefficients times the scale of the outputs, ``[1, Mq, Mk]`` or ``[H, Mq, Mk]``.
+        query_tables: lookup tables of the queries, as :func:`mhla_kernels.triton_backend.cross.tables.cross_tables` returns
+            them.
+        key_tables: lookup tables of the keys.
+        query_mask: ``[B, Nq]`` bool, False for masked queries; None if no query is masked.
+        key_mask: ``[B, Nk]`` bool, False for masked keys; None if no key is masked.
+        cu_seqlens: bounds of the packed sequences of queries, ``[S + 1]`` on the device of q; None without packing.
+        key_cu_seqlens: bounds of the packed sequences of keys.
+        block_size: queries in a block; 0 for uneven blocks.
+        key_block_size: keys in a block; 0 for uneven blocks.
+        block_offsets: index of the first query of each uneven block, followed by Nq; None for blocks of equal size.
+        key_block_offsets: index of the first key of each uneven block, followed by Nk; None for blocks of equal size.
+        relu: whether the kernels apply the feature map ``relu(x) + 1e-6`` to q and k.
+        eps: number added to the normalizer; None if outputs are not divided by the normalizer.
+        form: algorithm: ``"parallel"`` or ``"chunked"``.
+        guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
+            empty, errors are raised instead.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    matrix: Tensor
+    query_tables: list[Tensor]
+    key_tables: list[Tensor]
+    query_mask: Tensor | None
+    key_mask: Tensor | None
+    cu_seqlens: Tensor | None
+    key_cu_seqlens: Tensor | None
+    block_size: int
+    key_block_size: int
+    block_offsets: list[int] | None
+    key_block_offsets: list[int] | None
+    relu: bool
+    eps: float | None
+    form: str
+    guard: str
+
+    @property
+    def layout(self) -> CrossLayout:
+        """Partition of the queries and of the keys into blocks."""
+        offsets, key_offsets = (None if x is None else tuple(x) for x in (self.block_offsets, self.key_block_offsets))
+        return CrossLayout(
+            TokenLayout(self.q.shape[1], self.block_size, offsets, self.cu_seqlens),
+            TokenLayout(self.k.shape[1], self.key_block_size, key_offsets, self.key_cu_seqlens),
+        )
+
+
+class Side(Call):
+    """Queries or keys of a cross-attention call, as the rows of the shared kernels.
+
+    The tensors that a side does not have only give shapes: the queries have keys and values of their own length, and the keys
+    have queries of their length.
+
+    Args:
+        arguments: arguments of the shared kernels for this side.
+        is_keys: whether this is the side of the keys.
+    """
+
+    def __init__(self, arguments: Arguments, is_keys: bool) -> None:
+        super().__init__(arguments)
+        self.is_keys = is_keys
+
+    @property
+    @override
+    def column_size(self) -> int:
+        return self.coefficients[0].shape[1 if self.is_keys else 2]
+
+    @override
+    def tile_table(self, rows: int) -> tuple[Tensor, int]:
+        table, count = super().tile_table(rows)
+        if not self.tables.packed:
+            return table, count
+        ranges = token_ranges(table, self.arguments.cu_seqlens, self.columns.arguments.layout)
+        return torch.cat([table[:LOW], ranges]), count
+
+
+def sides(arguments: CrossArguments) -> tuple[Side, Side]:
+    """Return the calls of the shared kernels for the queries and for the keys of a cross-attention call."""
+    q, k, v = arguments[:3]
+    layout = arguments.layout
+    shape = v.new_empty(1, 1, 1, 1).expand(*q.shape[:3], v.shape[-1])  # values for every query, which are never read
+
+    def side(own_q: Tensor, own_k: Tensor, own_v: Tensor, is_keys: bool) -> Side:
+        blocks = layout[is_keys]
+        return Side(
+            Arguments(
+                own_q,
+                own_k,
+                own_v,
+                coefficients=[arguments.matrix],
+                tables=arguments.key_tables if is_keys else arguments.query_tables,
+                key_mask=arguments.key_mask if is_keys else arguments.query_mask,
+                cu_seqlens=blocks.cu_seqlens,
+                block_size=blocks.block_size,
+                block_offsets=None if blocks.block_offsets is None else list(blocks.block_offsets),
+                causal=False,
+                relu=arguments.relu,
+                eps=arguments.eps,
+                form=arguments.form,
+                mixer="dense",
+                guard="",
+            ),
+            is_keys,
+        )
+
+    queries, keys = side(q, q, shape, False), side(k, k, v, True)
+    queries.columns, keys.columns = keys, queries
+    return queries, keys

@@ -1,0 +1,66 @@
+"""PyTorch replacements that compute a call of the cross-attention operator if its Triton kernels have failed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.cross.forms import attend_cross, chunked_by, mix_by_matrix
+from mhla_kernels.cross.problem import CrossProblem, hide, prepare_cross
+from mhla_kernels.mixing import DenseMixing
+from mhla_kernels.problem import Weighting
+from mhla_kernels.triton_backend.cross.call import CrossArguments
+from mhla_kernels.triton_backend.fallback import differentiate
+
+
+def outputs(arguments: CrossArguments, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Compute the outputs of the cross-attention operator in PyTorch, with support for autograd.
+
+    Args:
+        arguments: arguments of the operator ``torch.ops.mhla.cross_attention``.
+        dtype: dtype of the operands and sums.
+
+    Returns:
+        Outputs, ``[B, Nq, H, V]`` in the dtype of v, contiguous.
+    """
+    q, k, v, matrix = (x.to(dtype) for x in arguments[:4])
+    matrix = matrix if len(matrix) > 1 else matrix[0]
+    problem = CrossProblem(
+        q,
+        k,
+        v,
+        DenseMixing(matrix),
+        arguments.layout,
+        Weighting(False, None if arguments.eps is not None else 1.0, arguments.eps or 0.0),
+        "relu" if arguments.relu else "identity",
+        arguments.query_mask,
+        arguments.key_mask,
+    )
+    problem = prepare_cross(problem)
+    bounds, (_, sequences, *_) = arguments.cu_seqlens, arguments.query_tables
+    if bounds is not None and sequences.shape[1] != len(bounds) - 1:  # the matrix covers the blocks of all sequences
+        mix = mix_by_matrix(matrix, is_packed=True)
+        out = hide(chunked_by(problem, problem.layout.partition(q.device), mix), arguments.query_mask)
+    else:
+        out = attend_cross(problem, "chunked")
+    return out.to(arguments.v.dtype).contiguous()
+
+
+def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: CrossArguments) -> list[Tensor | None]:
+    """Compute the gradients of the cross-attention operator by autograd in PyTorch.
+
+    Args:
+        gradient: gradient of the outputs, ``[B, Nq, H, V]``.
+        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of the matrix.
+        arguments: arguments of the operator ``torch.ops.mhla.cross_attention``.
+
+    Returns:
+        Gradients of q, k, v and of the matrix; None for each one that is not wanted.
+    """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
+        return outputs(arguments._replace(q=q, k=k, v=v, matrix=matrix))
+
+    return differentiate(run, arguments[:4], needs_gradient, gradient)

@@ -1,0 +1,99 @@
+"""Lookup tables of the two sides of cross-attention.
+
+The table of a side describes its own blocks or tiles, as in self-attention. Its ranges of blocks and tokens, in rows FIRST,
+LAST, LOW and HIGH, are those of the other side, with which the tokens of the block form pairs.
+
+Shape letters: M blocks of the side, S packed sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import TokenLayout, keep
+from mhla_kernels.cross.layout import CrossLayout
+from mhla_kernels.triton_backend.tables import END, FIRST, ROW, START, BlockTables, make_tables, token_rows
+
+
+def cross_tables(
+    layout: CrossLayout, form: str, one_matrix: bool, device: torch.device
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Make the lookup tables of the queries and of the keys.
+
+    Args:
+        layout: partition of both sides into blocks. Bounds of packed sequences are on the device.
+        form: ``"parallel"`` or ``"chunked"``.
+        one_matrix: whether packed sequences share one matrix of coefficients, in which blocks are counted from the first token
+            of each sequence. Otherwise the matrix covers all blocks of all sequences.
+        device: device of the tables.
+
+    Returns:
+        For each side, a list of int32 tables: ``table`` and ``sequences`` of :class:`BlockTables`, and in the parallel form the
+        row of each token's block in the matrix, ``[N]``.
+    """
+    if layout.is_packed:
+        return _make(device, layout.queries, layout.keys, form, one_matrix)
+    return keep(_make, device, layout.queries, layout.keys, form, True)
+
+
+def _make(
+    device: torch.device, queries: TokenLayout, keys: TokenLayout, form: str, one_matrix: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    sides = make_tables(queries, device), make_tables(keys, device)
+    lists = []
+    for side, other in (sides, sides[::-1]):
+        bounds = side.layout.cu_seqlens
+        ranges = block_ranges(side.table, bounds, other), token_ranges(side.table, bounds, other.layout)
+        table = torch.cat([side.table[:FIRST], *ranges])
+        sequences = side.sequences
+        if not one_matrix:  # one sequence of blocks for the matrix; pairs are still those of the packed sequences
+            blocks = torch.arange(side.blocks, dtype=torch.int32, device=device)
+            table = torch.cat([table[:ROW], blocks[None], table[ROW + 1 :]])
+            sequences = torch.stack([torch.zeros_like(blocks[:1]), torch.full_like(blocks[:1], side.blocks)])
+        lists.append([table, sequences])
+        if form == "parallel":
+            lists[-1].append(token_rows(device, replace(side, table=table)))
+    return lists[0], lists[1]
+
+
+def token_ranges(table: Tensor, bounds: Tensor | None, other: TokenLayout) -> Tensor:
+    """Return the range of tokens of the other side that each block or tile of a table forms pairs with, ``[2, M]`` int32.
+
+    Args:
+        table: table of blocks or tiles, ``[7, M]`` int32.
+        bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
+        other: layout of the other side.
+    """
+    if bounds is None:
+        return _constant_ranges(table, other.tokens)
+    assert other.cu_seqlens is not None
+    return _ranges(table, bounds, other.cu_seqlens[:-1], other.cu_seqlens[1:], other.tokens)
+
+
+def block_ranges(table: Tensor, bounds: Tensor | None, other: BlockTables) -> Tensor:
+    """Return the range of blocks of the other side that each block of a table mixes, ``[2, M]`` int32.
+
+    Args:
+        table: table of blocks, ``[7, M]`` int32.
+        bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
+        other: tables of the other side.
+    """
+    if bounds is None:
+        return _constant_ranges(table, other.blocks)
+    firsts, counts = other.sequences
+    return _ranges(table, bounds, firsts, firsts + counts, other.blocks)
+
+
+def _constant_ranges(table: Tensor, end: int) -> Tensor:
+    return torch.stack([torch.zeros_like(table[START]), torch.full_like(table[START], end)])
+
+
+def _ranges(table: Tensor, bounds: Tensor, firsts: Tensor, ends: Tensor, unused: int) -> Tensor:
+    """Return for each block the range of its packed sequence; an empty one, from ``unused`` to 0, for an unused block."""
+    start = table[START].contiguous()
+    used = table[END] > start
+    sequence = torch.searchsorted(bounds[1:].contiguous(), start, right=True).clamp(max=len(bounds) - 2)
+    return torch.stack([torch.where(used, firsts[sequence], unused), torch.where(used, ends[sequence], 0)]).int()

@@ -1,0 +1,130 @@
+"""Trials of the Triton kernels in cross-attention: a small problem is compared with PyTorch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.cross.layout import CrossLayout
+from mhla_kernels.triton_backend.cross import fallback
+from mhla_kernels.triton_backend.cross.call import CrossArguments
+from mhla_kernels.triton_backend.cross.tables import cross_tables
+from mhla_kernels.triton_backend.trial import MANY, compare_passes
+from mhla_kernels.verdicts import Verdict
+
+
+class CrossKind(NamedTuple):
+    """Properties of a cross-attention call that decide which Triton kernels it compiles, except for alignments and strides.
+
+    Attributes:
+        form: ``"parallel"`` or ``"chunked"``.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        key_width: width of a key, K.
+        value_width: width of a value, V.
+        normalize: whether outputs are divided by the normalizer.
+        relu: whether the feature map is ``"relu"``.
+        queries_masked: whether there is a query mask.
+        keys_masked: whether there is a key mask.
+        layout: ``"equal"`` or ``"uneven"`` blocks of queries, or ``"packed"`` sequences.
+        key_layout: the same for the keys.
+        block_size: queries in the largest block, rounded by :func:`mhla_kernels.triton_backend.trial.size_class`.
+        key_block_size: keys in the largest block, rounded in the same way.
+        many: whether the form is chunked and one side has more than 32 blocks, for which the kernels use larger tiles.
+    """
+
+    form: str
+    dtype: str
+    key_width: int
+    value_width: int
+    normalize: bool
+    relu: bool
+    queries_masked: bool
+    keys_masked: bool
+    layout: str
+    key_layout: str
+    block_size: int
+    key_block_size: int
+    many: bool
+
+    def __str__(self) -> str:
+        names = ("normalize", "relu", "queries_masked", "keys_masked", "many")
+        flags = [name for name in names if getattr(self, name)]
+        blocks = f"{self.layout}{self.block_size}", f"{self.key_layout}{self.key_block_size}"
+        return "-".join(["cross", self.form, self.dtype, f"{self.key_width}x{self.value_width}", *blocks, *flags])
+
+
+def make_cross_problem(kind: CrossKind, device: torch.device) -> CrossArguments:
+    """Create the arguments of a small cross-attention call with random tokens in two heads.
+
+    There are 3 query blocks, or 34 if ``kind.many``, and 2 key blocks. The last block of each side is short.
+
+    Args:
+        kind: properties of the call.
+        device: device of the tensors.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+
+    def rand(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # not torch's default dtype
+
+    def side(blocks: int, size: int, name: str) -> TokenLayout:
+        tokens = blocks * size - size // 3
+        if name == "uneven":
+            starts = (size - size // 4 + i * size for i in range(blocks - 1))
+            return TokenLayout(tokens, 0, (0, *starts, tokens))
+        if name == "packed":
+            bounds = torch.tensor([0, tokens, 2 * tokens], device=device)
+            return TokenLayout(2 * tokens, size, cu_seqlens=bounds)
+        return TokenLayout(tokens, size)
+
+    blocks = MANY + 2 if kind.many else 3, 2
+    queries = side(blocks[0], kind.block_size, kind.layout)
+    keys = side(blocks[1], kind.key_block_size, kind.key_layout)
+    dtype = getattr(torch, kind.dtype)
+    shift = 0.5 if kind.relu else 0.0
+    q, k = ((rand(1, x.tokens, 2, kind.key_width) - shift).to(dtype) for x in (queries, keys))
+    v = (rand(1, keys.tokens, 2, kind.value_width) - 0.5).to(dtype)
+    return CrossArguments(
+        q,
+        k,
+        v,
+        rand(2, *blocks),
+        *cross_tables(CrossLayout(queries, keys), kind.form, True, device),
+        query_mask=rand(1, queries.tokens) < 0.8 if kind.queries_masked else None,
+        key_mask=rand(1, keys.tokens) < 0.8 if kind.keys_masked else None,
+        cu_seqlens=queries.cu_seqlens,
+        key_cu_seqlens=keys.cu_seqlens,
+        block_size=queries.block_size,
+        key_block_size=keys.block_size,
+        block_offsets=None if queries.block_offsets is None else list(queries.block_offsets),
+        key_block_offsets=None if keys.block_offsets is None else list(keys.block_offsets),
+        relu=kind.relu,
+        eps=1e-6 if kind.normalize else None,
+        form=kind.form,
+        guard="",
+    )
+
+
+def try_cross_kernels(kind: CrossKind, device: torch.device) -> Verdict:
+    """Compare the Triton kernels for one kind of cross-attention with PyTorch in float64, on a small random problem.
+
+    Args:
+        kind: properties of the calls that use these kernels.
+        device: device to run on.
+
+    Returns:
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
+    """
+    problem = make_cross_problem(kind, device)
+
+    def run(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, fused: bool) -> Tensor:
+        arguments = problem._replace(q=q, k=k, v=v, matrix=matrix)
+        if not fused:
+            return fallback.outputs(arguments, torch.float64)
+        out: Tensor = torch.ops.mhla.cross_attention(*arguments)
+        return out
+
+    return compare_passes(run, list(problem[:3]), [problem.matrix])

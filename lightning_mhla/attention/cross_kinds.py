@@ -1,0 +1,162 @@
+"""Kinds of cross-attention: multi-head linear attention over blocks (MHLA), linear attention and softmax attention."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from mhla_kernels import mhla_attention
+from mhla_kernels.mixing import MixingLike
+from torch import Tensor
+from torch.nn import functional as F
+from typing_extensions import override
+
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
+from lightning_mhla.attention.cross import CrossAttention, CrossInputs, check_cross_config
+from lightning_mhla.attention.cross_mixing import DenseCrossCoefficients, ExponentialCrossCoefficients
+from lightning_mhla.attention.features import LearnedFeatures, apply_features
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.attention.summaries import EPS, SANA_EPS
+
+
+class LinearCrossAttention(CrossAttention, kind="linear"):
+    """Linear cross-attention, in which all queries share one key-value summary of the context.
+
+    The constructor takes the arguments of :class:`CrossAttention`.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        layout: BlockLayout,
+        context_layout: BlockLayout,
+        config: AttentionConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, heads, layout, context_layout, config, **options)
+        self.features = LearnedFeatures(heads, self.key_width) if self.config.feature_map == "learned" else None
+
+    @override
+    def attend(self, inputs: CrossInputs) -> Tensor:
+        repeats = self.heads // self.key_value_heads
+        q, k, v = inputs.q, inputs.k.repeat_interleave(repeats, 2), inputs.v.repeat_interleave(repeats, 2)
+        feature_map: Any = "identity"
+        if self.features is not None:
+            q, _, k = self.features(q, k)  # a factor on a query's features means nothing
+        else:
+            q, k, feature_map = apply_features(q, k, self.config.feature_map)
+        mixing, blocks = self.coefficients(inputs)
+        return mhla_attention(
+            q, k, v, mixing, query_mask=inputs.query_mask, key_mask=inputs.key_mask, normalize=self.config.normalize,
+            feature_map=feature_map, eps=SANA_EPS if self.config.feature_map == "sana" else EPS, **blocks,
+        )  # fmt: skip
+
+    def coefficients(self, inputs: CrossInputs) -> tuple[MixingLike, dict[str, Any]]:
+        """Return mixing coefficients ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and keyword arguments that describe the blocks.
+
+        Linear attention has one block of queries and one of keys, whose only coefficient is 1.
+        """
+        return inputs.q.new_ones(1, 1), {"block_size": inputs.q.shape[1], "key_block_size": inputs.k.shape[1]}
+
+
+class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
+    """Cross-attention with multi-head linear attention over blocks (MHLA, arXiv 2601.07832, between two sequences).
+
+    Each block of the context has a key-value summary, the sum of ``k v^T`` over its tokens. The queries of a block read a sum
+    of all summaries, weighted by learned mixing coefficients. For example, 16 x 16 tokens of an image in 4 x 4 blocks read a
+    text of up to 64 tokens in blocks of 8:
+
+        layout, text = BlockLayout((16, 16), blocks=(4, 4)), BlockLayout((64,), block_size=8)
+        attention = MHLACrossAttention(dim=384, heads=6, layout=layout, context_layout=text, context_dim=512)
+        y = attention(torch.randn(2, 256, 384), torch.randn(2, 40, 512))
+
+    Dense mixing coefficients have one entry for each pair of blocks of the two layouts. Exponential ones need two grids with
+    equally many axes, and take any length. With ``mixing_init="uniform"``, or if the grids have different numbers of axes, the
+    layer starts as linear attention.
+
+    The constructor takes the arguments of :class:`CrossAttention`, and a configuration of kind ``"mhla"``. If that sets
+    ``block_grid`` or ``block_size``, they must agree with ``layout``.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = ()
+    uses_blocks: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        layout: BlockLayout,
+        context_layout: BlockLayout,
+        config: AttentionConfig | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(dim, heads, layout, context_layout, config, **options)
+        config = self.config
+        requested_grid = config.block_grid and tuple(config.block_grid)
+        if requested_grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
+            raise ValueError(
+                f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
+            )
+        shared: dict[str, Any] = {
+            "heads": heads if config.mixing_per_head else None,
+            "init": config.mixing_init,
+            "trainable": config.mixing_trainable,
+        }
+        self.mixing: MixingCoefficients
+        if config.mixing == "exponential":
+            self.mixing = ExponentialCrossCoefficients(layout, context_layout, config.mixing_terms, **shared)
+        else:
+            self.mixing = DenseCrossCoefficients(layout, context_layout, **shared)
+
+    @override
+    def coefficients(self, inputs: CrossInputs) -> tuple[MixingLike, dict[str, Any]]:
+        """Return the learned coefficients, ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and arguments that describe the blocks."""
+        queries, context = inputs.queries, inputs.context
+        mixing = self.mixing(queries.layout.block_grid, context.layout.block_grid, inputs.first)
+        return mixing, {**queries.blocks, **{f"key_{name}": value for name, value in context.blocks.items()}}
+
+
+class SoftmaxCrossAttention(CrossAttention, kind="softmax"):
+    """Softmax cross-attention ``softmax(q k^T / sqrt(Dk)) v``, computed with PyTorch's fused kernels.
+
+    The constructor takes the arguments of :class:`CrossAttention`.
+    """
+
+    unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
+
+    @override
+    def attend(self, inputs: CrossInputs) -> Tensor:
+        visible, v = inputs.key_mask, inputs.v
+        mask, some = None, None
+        if visible is not None:
+            some = visible.any(1, keepdim=True)
+            mask = (visible | ~some)[:, None, None]  # a row without any key would be NaN
+            v = v.masked_fill(~visible[..., None, None], 0)
+        q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, v))
+        grouped = self.heads != self.key_value_heads
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)
+        return out if some is None else hide_rows(out, some.expand(out.shape[:2]))
+
+
+def build_cross_attention(
+    config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, context_layout: BlockLayout, **options: Any
+) -> CrossAttention:
+    """Build a cross-attention layer of the kind that ``config.kind`` names.
+
+    Args:
+        config: configuration of the layer.
+        dim: width of the tokens.
+        heads: number of query heads.
+        layout: token grid of the queries and its partition into blocks.
+        context_layout: token grid of the context and its partition into blocks.
+        **options: further keyword arguments of :class:`CrossAttention`, such as ``context_dim``.
+
+    Raises:
+        ValueError: if the kind has no cross-attention.
+    """
+    check_cross_config(config, config.kind)
+    return CrossAttention.kinds[config.kind](dim, heads, layout, context_layout, config, **options)

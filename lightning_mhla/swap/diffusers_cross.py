@@ -1,0 +1,229 @@
+"""Replacement of the cross-attention ``attn2`` in diffusers transformers, such as those of Wan, PixArt and SANA.
+
+The new attention becomes the processor of ``attn2``, whose projections and norms stay in use. The queries are the tokens of the
+image or clip, in blocks of the token grid. The context is an encoded text, in blocks that are counted from its first token.
+Tokens that the model masks as padding do not influence the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_mhla.attention import BlockLayout, CrossAttention, CrossAttentionConfig, CrossProjections
+from lightning_mhla.swap.diffusers_grid import InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.groups import LayerGroup
+from lightning_mhla.swap.host import blocks_along, build_cross_beside, fit
+from lightning_mhla.swap.masks import context_mask, padding_to_end
+
+CROSS_PROCESSORS = {
+    "WanTransformer3DModel": "WanAttnProcessor",
+    "WanVACETransformer3DModel": "WanAttnProcessor",
+    "ChronoEditTransformer3DModel": "WanAttnProcessor",
+    "SkyReelsV2Transformer3DModel": "SkyReelsV2AttnProcessor",
+    "PixArtTransformer2DModel": "AttnProcessor2_0",
+    "SanaTransformer2DModel": "SanaAttnProcessor2_0",
+    "SanaVideoTransformer3DModel": "SanaAttnProcessor2_0",
+}
+"""Supported diffusers models, each with the class of the processor of ``attn2`` that the new attention replaces."""
+
+CROSS_UNSUPPORTED = {
+    "group_norm": None,
+    "spatial_norm": None,
+    "norm_cross": None,
+    "residual_connection": False,
+    "rescale_output_factor": 1.0,
+    "fused_projections": False,
+    "is_causal": False,
+    "added_kv_proj_dim": None,
+}
+"""Attributes of diffusers' attention modules that swapped cross-attention does not support, and the values they must have."""
+
+TEXT_BLOCK = 16
+"""Default number of tokens in a block of the text, few enough to tell the parts of a short caption apart."""
+
+TEXT_TOKENS = 512
+"""Default number of tokens that dense coefficients cover: no text encoder of a supported model gives more."""
+
+
+class SwappedCrossAttention(nn.Module):
+    """diffusers attention processor that computes MHLA or another kind of cross-attention with the original projections.
+
+    Args:
+        attention: the new attention, without projections.
+        blocks: number of blocks along each axis of the token grid.
+        grid: hook that records the token grid of the model's current input.
+    """
+
+    def __init__(self, attention: CrossAttention, blocks: tuple[int, ...], grid: InputGrid) -> None:
+        super().__init__()
+        self.attention, self.blocks, self.grid = attention, blocks, grid
+        self.fitted: tuple[BlockLayout, torch.device] | None = None
+
+    def __call__(
+        self,
+        attn: nn.Module,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        """Compute cross-attention with the arguments that diffusers passes to an attention processor.
+
+        diffusers drops arguments that this signature does not name. See :meth:`forward` for the arguments and the returned
+        tensor.
+        """
+        return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
+
+    def forward(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Any = None,
+    ) -> Tensor:
+        """Compute the attention of the tokens of an image or clip to a text.
+
+        Args:
+            attn: diffusers attention module that uses this processor.
+            hidden_states: tokens in raster order, ``[B, Nq, C]``.
+            encoder_hidden_states: encoded text, ``[B, Nk, C']``.
+            attention_mask: mask that hides padding of the text, ``[B, Nk]``, or ``[B, 1, Nk]`` with values to add to scores;
+                None without padding.
+            rotary_emb: must be None, since texts have no position on the token grid.
+
+        Returns:
+            Outputs ``[B, Nq, C]``.
+
+        Raises:
+            ValueError: if ``encoder_hidden_states`` is None or ``rotary_emb`` is not, if the mask does not fit the text, or if
+                dense mixing coefficients do not reach as far as the text.
+        """
+        if encoder_hidden_states is None or rotary_emb is not None:
+            raise ValueError(
+                "swapped cross-attention needs encoder_hidden_states, the text that the tokens read, and no rotary_emb"
+            )
+        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
+        alone = fit(self, attention, layout, hidden_states.device)
+        real = context_mask(attention_mask, encoder_hidden_states.shape[1], encoder_hidden_states.shape[0])
+        real, (context,) = padding_to_end(real, encoder_hidden_states)
+        key_width, value_width = attention.key_width, attention.value_width
+        host = CrossProjections(
+            lambda x: split_heads(attn.to_q(x), attn.norm_q, key_width),
+            lambda x: (split_heads(attn.to_k(x), attn.norm_k, key_width), split_heads(attn.to_v(x), None, value_width)),
+            lambda x: merge_heads(attn, x),
+        )
+        return attention(hidden_states, context, context_mask=real, projections=host, layout=alone)
+
+
+class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
+    """Implementation of attention replacement for the cross-attention of diffusers transformers."""
+
+    config_class = CrossAttentionConfig
+
+    @override
+    def layers(self, model: Any) -> list[Any]:
+        name = type(model).__name__
+        if _processor(model) is None:
+            raise ValueError(
+                f"{name} calls its cross-attention in ways that are not supported; cross-attention can be swapped in "
+                f"{', '.join(CROSS_PROCESSORS)} and classes derived from them; for your own model use "
+                "lightning_mhla.MHLACrossAttention"
+            )
+        layers = _cross_layers(model)
+        if not layers or any(layer is None for layer in layers):
+            raise ValueError(f"{name} has blocks without cross-attention (attn2); leave out cross=True")
+        return layers
+
+    @override
+    def complete(self, model: Any, config: CrossAttentionConfig) -> CrossAttentionConfig:
+        return replace(
+            config, key_block_size=config.key_block_size or TEXT_BLOCK, key_tokens=config.key_tokens or TEXT_TOKENS
+        )
+
+    @override
+    def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]) -> None:
+        expected = _processor(model)
+        for index, layer in layers.items():
+            if (processor := type(layer.processor).__name__) != expected:
+                raise ValueError(
+                    f"attn2 of block {index} has processor {processor} (an IP-Adapter or another change), but swapped "
+                    f"cross-attention replaces {expected}; set that processor first"
+                )
+            for name, plain in CROSS_UNSUPPORTED.items():
+                if (value := getattr(layer, name, plain)) not in (plain, None):
+                    raise ValueError(
+                        f"attn2 of block {index} has {name}={value!r}, which swapped cross-attention does not support"
+                    )
+            for name in ("norm_q", "norm_k"):
+                norm = getattr(layer, name)
+                if norm is not None and getattr(norm, "weight", None) is None:
+                    raise ValueError(
+                        f"attn2 of block {index} has {name}={norm!r} without weights, which swapped cross-attention does not "
+                        "support"
+                    )
+
+    @override
+    def replace(
+        self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]
+    ) -> dict[int, CrossAttention]:
+        grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
+        axes = len(patches.stride)
+        swapped = {index: _build(layer, configs[index], axes) for index, layer in layers.items()}
+        for index, built in swapped.items():
+            layers[index].set_processor(SwappedCrossAttention(built, built.layout.block_grid, grid))
+        if swapped:
+            patches.register_forward_pre_hook(grid)
+        return swapped
+
+    @override
+    def swapped(self, model: Any) -> dict[int, CrossAttention]:
+        processors = ((index, getattr(layer, "processor", None)) for index, layer in enumerate(_cross_layers(model)))
+        return {
+            index: processor.attention
+            for index, processor in processors
+            if isinstance(processor, SwappedCrossAttention)
+        }
+
+
+def _processor(model: Any) -> str | None:
+    """Return the class name of the processor of ``attn2`` in a supported model; None for other models."""
+    names = (base.__name__ for base in type(model).__mro__)
+    return next((CROSS_PROCESSORS[name] for name in names if name in CROSS_PROCESSORS), None)
+
+
+def _cross_layers(model: Any) -> list[Any]:
+    blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
+    return [getattr(block, "attn2", None) for block in blocks]
+
+
+def _build(layer: Any, config: CrossAttentionConfig, axes: int) -> CrossAttention:
+    """Build the new attention for an ``attn2``, on the same device and in the same dtype.
+
+    Args:
+        layer: diffusers attention module, whose projections stay in use.
+        config: configuration of the new attention, with all options for the context set.
+        axes: number of axes of the token grid: 2 for images, 3 for clips.
+    """
+    if config.kind not in CrossAttention.kinds:
+        blocks: tuple[int, ...] = (1,) * axes  # building raises the error for this kind
+    else:
+        blocks = blocks_along(axes, config)
+    heads, key_width = layer.heads, layer.to_q.out_features // layer.heads
+    keys = layer.to_k.out_features // key_width
+    return build_cross_beside(
+        layer.to_q.weight,
+        config,
+        layer.to_q.in_features,
+        heads,
+        BlockLayout(blocks, blocks),  # the smallest possible grid; it is replaced by that of each input
+        key_value_heads=keys,
+        key_width=key_width,
+        value_width=layer.to_v.out_features // keys,
+    )

@@ -1,0 +1,88 @@
+"""Token grid of a diffusers transformer, and the projections of its attention modules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_mhla.swap.host import TokenGrid
+
+PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
+"""Possible names of the submodule whose convolution turns a model's input into tokens."""
+
+HALF_MAX = torch.finfo(torch.float16).max
+
+
+class InputGrid(TokenGrid):
+    """Forward pre-hook of a diffusers model's patch convolution; records how many tokens the input has along each axis.
+
+    The hook is attached to a module inside the model, so that ``torch.compile`` traces it together with the attention.
+
+    Args:
+        name: name of the model's class, for error messages.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def __call__(self, convolution: nn.Conv2d | nn.Conv3d, args: tuple[Any, ...]) -> None:
+        """Record how many tokens an input has along each axis.
+
+        Args:
+            convolution: patch convolution, 2D for images or 3D for clips; its stride is the size of a patch along each axis.
+            args: positional arguments of the convolution, the input first: ``[batch, channels, height, width]`` for images,
+                ``[batch, channels, frames, height, width]`` for clips.
+
+        Raises:
+            ValueError: if the number of axes of the input does not match the convolution.
+        """
+        patch = convolution.stride
+        if args[0].dim() != len(patch) + 2:
+            raise ValueError(
+                f"{self.name} got an input of shape {list(args[0].shape)}; swapped attention requires batch, channels and "
+                f"the {len(patch)} axes of its patches"
+            )
+        self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
+
+
+def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
+    """Split projected queries, keys or values into heads, and normalize them.
+
+    Args:
+        x: projected tokens, ``[B, N, H * D]`` for B rows of N tokens and H heads.
+        norm: norm of diffusers' attention module over each head or over all heads together; None without one.
+        width: width D of a head.
+
+    Returns:
+        ``[B, N, H, D]``, in the dtype of ``x``, or in float32 for float16, in which sums over a block overflow.
+    """
+    # the width of its weight tells whether a norm is over each head or across all of them
+    across = norm is not None and norm.weight.shape[-1] != width
+    heads = (norm(x) if norm is not None and across else x).unflatten(-1, (-1, width))
+    heads = heads if norm is None or across else norm(heads)
+    heads = heads.to(x.dtype)  # autocast gives norms in float32 on a GPU
+    return heads.float() if x.dtype == torch.float16 else heads
+
+
+def merge_heads(attn: Any, x: Tensor) -> Tensor:
+    """Project outputs of the heads, ``[B, N, H * D]``, to tokens with the output layers of an attention module."""
+    if attn.to_out[0].weight.dtype == torch.float16:  # split_heads converted the heads to float32
+        x = x.half()
+    for layer in attn.to_out:
+        x = layer(x)
+    return x.clip(-HALF_MAX, HALF_MAX) if x.dtype == torch.float16 else x  # SANA's own processor clips, too
+
+
+def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
+    """Return the convolution that turns the input of a diffusers model into tokens.
+
+    Raises:
+        ValueError: if no submodule ``patch_embedding``, ``patch_embed`` or ``pos_embed`` is or contains a convolution.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
+            return module
+    raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")

@@ -1,0 +1,120 @@
+"""Masks of attention scores in transformers and diffusers, and the padding masks that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from mhla_kernels.torch_private import assert_async
+from torch import Tensor
+
+from lightning_mhla.attention.rows import padding_last, real_tokens, rows_in_order
+from lightning_mhla.system.torch_private import is_fake
+
+HIDDEN = -1000.0
+"""Largest value of an additive mask that counts as hidden; exp(-1000) is 0 in every floating-point dtype."""
+
+
+def check_values(condition: Callable[[], Tensor], message: str) -> None:
+    """Raise an error if a boolean tensor is not true everywhere; in a compiled graph, check it each time the graph runs.
+
+    Args:
+        condition: function that returns the boolean tensor.
+        message: error message.
+
+    Raises:
+        ValueError: if an element is false. Compiled and exported graphs raise RuntimeError instead.
+    """
+    holds = condition().all()
+    if torch.compiler.is_compiling():
+        assert_async(holds, message)
+    elif not is_fake(holds) and not bool(holds):
+        raise ValueError(message)
+
+
+def visible_keys(attention_mask: Any) -> Tensor:
+    """Convert a 4D attention mask to a bool mask of the same shape, true where a query may attend to a key.
+
+    Args:
+        attention_mask: bool mask, or values to add to attention scores: 0 for visible keys, very large negative values for
+            hidden ones.
+
+    Raises:
+        ValueError: if the mask is not a tensor, or if it contains other values.
+    """
+    if not isinstance(attention_mask, Tensor):
+        raise ValueError(
+            f"swapped attention does not support masks of type {type(attention_mask).__name__}; call the model's "
+            "set_attn_implementation with sdpa or eager"
+        )
+    if attention_mask.dtype == torch.bool:
+        return attention_mask
+    visible = attention_mask == 0
+    check_values(
+        lambda: visible | (attention_mask <= HIDDEN),
+        "the attention mask adds biases to the scores, which the new attention does not have",
+    )
+    return visible
+
+
+def has_no_values(x: Tensor) -> bool:
+    """Return whether the values of a tensor cannot be read, as during ``torch.compile`` and for fake tensors."""
+    return torch.compiler.is_compiling() or is_fake(x)
+
+
+def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
+    """Return which tokens of a context are not padding, according to the mask of a cross-attention layer.
+
+    Args:
+        attention_mask: mask ``[B, Nk]``, ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]`` for Q queries or 1, either bool (true for visible
+            tokens) or with values to add to attention scores; a 2-D mask may also hold 1 for visible and 0 for hidden tokens.
+            None without a mask. B may be 1.
+        tokens: number Nk of tokens of the context.
+        batch: number of rows.
+
+    Returns:
+        Bool mask ``[B, Nk]``, true for tokens that are not padding; None without a mask.
+
+    Raises:
+        ValueError: if the mask is not for this context, hides different tokens from different queries, or adds biases to the
+            scores.
+    """
+    if attention_mask is None:
+        return None
+    if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
+        real = attention_mask.bool()
+    else:
+        visible = visible_keys(attention_mask).flatten(1, -2)  # [B, Q, Nk]
+        real = visible[:, 0]
+        check_values(
+            lambda: visible == real[:, None],
+            "the attention mask hides different tokens from different queries, which swapped cross-attention does not support",
+        )
+    if real.shape[1] != tokens or real.shape[0] not in (1, batch):
+        raise ValueError(
+            f"the attention mask has shape {list(attention_mask.shape)}, but the context has {tokens} tokens in {batch} rows"
+        )
+    return real.expand(batch, -1)
+
+
+def padding_to_end(real: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """Move the padding of each row of a context to its end, so that blocks are counted from the first real token.
+
+    Args:
+        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        tensors: tokens, keys or values of the context, ``[B, N, ...]`` each.
+
+    Returns:
+        The mask and the tensors in the new order.
+    """
+    if real is None:
+        return None, list(tensors)
+    if has_no_values(real):
+        order: Tensor | None = padding_last(real)
+    else:
+        _, _, order = real_tokens(real, tensors[0])
+    if order is None:
+        return real, list(tensors)
+    moved = [rows_in_order(x.flatten(2), order).reshape(x.shape) for x in tensors]
+    return real.gather(1, order), moved
