@@ -148,13 +148,18 @@ class AttentionConfig:
             )
 
     def _checked_options(self) -> dict[str, Any] | None:
-        """Return the options of the attention kind, checked and with defaults filled in; None for a kind without options."""
+        """Return the options of the attention kind, checked and with defaults filled in; None if none are set.
+
+        Options stay None if none are set, so that a default of this class has no options that another kind would reject.
+        """
+        if self.options is None:
+            return None
         kind = KINDS[self.kind].Options
         if kind is None:
             if self.options:
                 raise ValueError(f"attention kind {self.kind!r} has no options of its own, but got {self.options}")
             return None
-        return asdict(as_dataclass(kind, self.options or {}, f"attention kind {self.kind!r}"))
+        return asdict(as_dataclass(kind, self.options, f"attention kind {self.kind!r}"))
 
     def at_layer(self, layer: int) -> Self:
         """Resolve the options that depend on the layer, and return the configuration of one layer.
@@ -267,7 +272,7 @@ def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, de
         return [config] * depth
     if not kinds or depth % len(kinds):
         raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
-    custom_options = config.options if config.options != replace(config, options=None).options else None
+    custom_options = config.options if config.options != replace(config, options={}).options else None
     if custom_options and config.kind not in kinds:
         raise ValueError(f"options={custom_options} are those of kind {config.kind!r}, which layer_kinds does not list")
     return [config.with_kind(kind) for kind in kinds] * (depth // len(kinds))

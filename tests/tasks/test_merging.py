@@ -16,7 +16,7 @@ from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, Plan, check_same, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
-from mhla_tasks.tools.compare import differences, read_runs
+from mhla_tasks.tools.comparison.runs import differences, read_runs
 from PIL import Image
 
 from lightning_mhla.checkpoints.former_names import present_options
@@ -96,6 +96,28 @@ def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
     assert (found["class_path"], found["init_args"]["batch_size"]) == (SHARDS, "7")
     with pytest.raises(UsageError, match=r"data\.augment takes options by name"):
         options("--config", DIGITS, "--data.augment=true", in_file)  # a typed option is for the class of all files
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "expected"),
+    [
+        ([], "mhla_window", {"sinks": 4, "far_init": -4.0}),
+        (["--model.attention.kind=mhla_window"], "mhla_window", {"sinks": 4, "far_init": -4.0}),
+        (["--model.attention.options.sinks=2"], "mhla_window", {"sinks": "2", "far_init": -4.0}),
+        (["--model.attention.kind=mhla"], "mhla", None),
+        (["--model.attention.options.conv=3", "--model.attention.kind=gated_conv"], "gated_conv", {"conv": "3"}),
+        (["--model.attention={kind: gla, options: {direction: forward}}"], "gla", {"direction": "forward"}),
+    ],
+)
+def test_a_different_kind_of_attention_drops_the_options_of_the_former(
+    tmp_path: Path, words: list[str], kind: str, expected: Any
+) -> None:
+    window = {"kind": "mhla_window", "block_size": 32, "options": {"sinks": 4, "far_init": -4.0}}
+    content = {"model": {"class_path": "mhla_tasks.language.LinearizedModel", "init_args": {"attention": window}}}
+    attention = options("--config", write(tmp_path / "window.yaml", content), *words)["model"]["init_args"]["attention"]
+    assert attention["kind"] == kind
+    assert attention.get("options") == expected
+    assert "block_size" in attention, "other options stay"
 
 
 def test_lists_are_replaced_or_appended_to_and_options_below_belong_to_the_last(tmp_path: Path) -> None:

@@ -2,8 +2,9 @@
 
 Options are merged one by one; the value with the highest priority is used. In the result, arguments of a class are always below
 ``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes have
-are kept. Lists, and mappings with arbitrary keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION``
-sets an option of the last item in the list.
+are kept. If it chooses a different kind of attention, the ``options`` of the former kind are dropped. Lists, and mappings
+with arbitrary keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the last
+item in the list.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ from typing import Any
 
 from lightning import LightningDataModule, LightningModule, Trainer
 
+from lightning_mhla import AttentionConfig
 from mhla_tasks.commandline.arguments import UsageError
 from mhla_tasks.commandline.signatures import option_classes, parameter_hints
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import CLASS_OPTIONS, subclass_named
 
 Classes = tuple[type, ...]
+
+KIND = "kind"
+"""Option of :class:`AttentionConfig` that determines which ``options`` there are."""
 
 REQUESTS = ("print_config", "help")
 """Options that only print a text, and are not part of a run's configuration."""
@@ -39,7 +44,7 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
             must have been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
-    for source in sources:
+    for source in sorted(sources, key=_order):
         if source.option is None:
             for name, value in source.values.items():
                 _put_argument(configuration, str(name), [], value, ROOTS)
@@ -50,6 +55,11 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
             _put_argument(configuration, path[0], path[1:], value, ROOTS)
     plain: dict[str, Any] = _plain(configuration)
     return plain
+
+
+def _order(source: Source) -> int:
+    """Return 0 for files, then 1 for options that choose a kind, then 2 for the others, which may belong to that kind."""
+    return 0 if source.option is None else 1 if source.option.name.endswith(f".{KIND}") else 2
 
 
 def _plain(value: Any) -> Any:
@@ -155,6 +165,8 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
         return [*old[:-1], _put(old[-1], path, value, classes)]
     options = _as_options(old, classes)
     key, *remaining = path
+    if key == KIND and not remaining and AttentionConfig in classes and options.get(KIND, value) != value:
+        options.pop("options", None)  # they belong to the former kind
     if not classes:
         _put_argument(options, key, remaining, value, {})
         return options
@@ -206,11 +218,11 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
 def _in_order(values: Mapping[Any, Any]) -> list[tuple[str, Any]]:
     """Sort options into the order in which they must be merged.
 
-    ``class_path`` is first, because the class determines which other options exist. Options that end in a plus sign, which
-    append to lists, are last.
+    ``class_path`` and ``kind`` are first, because they determine which other options exist. Options that end in a plus sign,
+    which append to lists, are last.
     """
     keyed = [(str(key), value) for key, value in values.items()]
-    return sorted(keyed, key=lambda item: (item[0] != "class_path", item[0].endswith("+")))
+    return sorted(keyed, key=lambda item: (item[0] not in ("class_path", KIND), item[0].endswith("+")))
 
 
 def _as_options(value: Any, classes: Classes) -> dict[str, Any]:
