@@ -33,6 +33,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default at a launc
 
 import torch
 import triton
+from mhla_kernels.problem import Causal
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -60,7 +61,7 @@ class Variant:
 
     Attributes:
         form: form of the operator.
-        causal: whether attention is causal.
+        causal: whether attention is causal; ``"block"`` for block-causal attention.
         normalize: whether weights are divided by their sum.
         dtype: name of the dtype of q, k and v.
         key_width: width of a key.
@@ -73,7 +74,7 @@ class Variant:
     """
 
     form: str
-    causal: bool
+    causal: Causal
     normalize: bool
     dtype: str
     key_width: int
@@ -220,12 +221,13 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         cu_seqlens=bounds,
         block_size=variant.block_size,
         block_offsets=None,
-        causal=variant.causal,
+        causal=bool(variant.causal),
         relu=not variant.unusual,
         eps=1e-6 if variant.normalize else None,
         form=variant.form,
         mixer="exponential" if variant.terms else "dense",
         guard="",
+        block_causal=variant.causal == "block",
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
         forward(call.Call(checked))
@@ -252,9 +254,10 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 signature[name] = "i32"
                 divisible += [name] if value % 16 == 0 and not unspecialized[name] else []
         signature |= dict.fromkeys((name for name in arguments if name not in names), "constexpr")
+        directions = {False: "bidirectional", True: "causal", "block": "block-causal"}
         mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
         label = (
-            f"{variant.form} {'causal' if variant.causal else 'bidirectional'} "
+            f"{variant.form} {directions[variant.causal]} "
             f"{'normalized' if variant.normalize else 'plain'} {'unusual ' if variant.unusual else ''}{mode}"
         )
         launches.append(
@@ -333,6 +336,7 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
     return (
         dense
         + unusual
+        + block_causal(widths)
         + layouts(widths)
         + [
             Variant("chunked", True, False, dtype, *pair, terms)
@@ -353,6 +357,23 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
             for size in (2, 4)
         ]
     )
+
+
+def block_causal(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
+    """List the variants of block-causal attention: all forms, matrices and exponential terms, few blocks and many."""
+    return [
+        Variant(form, "block", normalize, dtype, *pair, terms, block_size=block_size, blocks=blocks)
+        for pair in widths
+        for dtype in ("bfloat16", "float32")
+        for form, normalize, terms, block_size, blocks in (
+            ("parallel", True, 0, 64, 8),
+            ("parallel", False, 0, 2, 64),
+            ("chunked", True, 0, 64, 8),
+            ("chunked", False, 0, 210, 40),
+            ("chunked", False, 4, 64, 8),
+            ("spanning", True, 8, 16, 40),
+        )
+    ]
 
 
 def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:

@@ -208,8 +208,8 @@ class VideoContinuation(GenerativeModule):
             frames = torch.where(torch.rand(frames.shape, device=frames.device) < errors.noise, random, frames)
         if errors.own:
             predicted = self(frames[:, :-1])[:, self.start - 1 :].argmax(-1)
-            own = torch.rand(len(frames), 1, 1, 1, 1, device=frames.device) < errors.own
-            frames = torch.cat([frames[:, : self.start], torch.where(own, predicted, frames[:, self.start :])], 1)
+            replaced = torch.rand(len(frames), 1, 1, 1, 1, device=frames.device) < errors.own
+            frames = torch.cat([frames[:, : self.start], torch.where(replaced, predicted, frames[:, self.start :])], 1)
         return frames
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from lightning import LightningModule, Trainer
+from torch import Tensor
 
 from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
+from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.callbacks import log_figure
@@ -39,43 +43,47 @@ class ContinuationPictures(PeriodicEvaluation):
             raise ValueError(f"clips={clips} must be at least 1")
         self.clips, self.frames = clips, frames
 
-    @torch.no_grad()
-    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the clips and write their pictures, on the first process.
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Check before training that the model continues clips, and that the data has clips of any length.
 
         Raises:
-            ValueError: if the model does not continue clips, or the data has no clips of any length.
+            ValueError: if it is not so.
         """
         data = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(pl_module, VideoContinuation) or not isinstance(data, BouncingDigits):
             raise ValueError(
-                f"ContinuationPictures needs the model VideoContinuation and the data BouncingDigits, not "
-                f"{type(pl_module).__name__} and {type(data).__name__}"
+                "ContinuationPictures needs the model VideoContinuation and the data BouncingDigits, not "
+                f"{type(pl_module).__name__} and {type(data).__name__}; remove it from trainer.callbacks"
             )
+
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Continue the clips, on the first process or on all processes if the weights are sharded, and write their pictures."""
+        assert isinstance(pl_module, VideoContinuation)
         folder = run_folder(trainer)  # a collective, so every process must call it
-        if trainer.is_global_zero:
-            frames = self.frames or pl_module.sampling.frames
-            held_out = data.held_out(frames, self.clips)
-            video = torch.stack([held_out[index]["video"] for index in range(len(held_out))]).to(pl_module.device)
-            truth = pl_module.network.to_levels(video)
-            with (
-                kept_random_state(),
-                evaluation_weights(trainer, pl_module),
-                trainer.precision_plugin.forward_context(),
-            ):
-                clips, _ = pl_module.continue_clips(truth[:, : pl_module.start], frames)
-            truth, clips = pl_module.network.to_bytes(truth).cpu(), clips.cpu()
-            pictures, step = folder / "pictures", trainer.global_step
-            figure = draw_continuations(list(truth), list(clips), pl_module.start, pl_module.frames)
-            pictures.mkdir(parents=True, exist_ok=True)
-            figure.savefig(pictures / f"continued-step{step:07d}.png", dpi=110)
-            shown = side_by_side(list(truth), list(clips))
-            write_animation(pictures / f"continued-step{step:07d}.gif", shown, pl_module.sampling.fps)
-            log_figure(trainer, "continued", figure)
-            errors = torch.stack([relative_errors(*pair) for pair in zip(clips, truth, strict=True)])[
-                :, pl_module.start :
-            ]
-            trained = errors[:, : pl_module.frames - pl_module.start]
-            values = {"error_trained": float(trained.mean()), "error": float(errors.mean())}
-            self.log_values(trainer, "continued", values)
+        if trainer.is_global_zero or shards_weights(trainer):
+            truth, clips = self._continued(trainer, pl_module)
+            if trainer.is_global_zero:
+                self._keep(trainer, pl_module, truth, clips, folder / "pictures")
         trainer.strategy.barrier()
+
+    @torch.no_grad()
+    def _continued(self, trainer: Trainer, module: VideoContinuation) -> tuple[Tensor, Tensor]:
+        """Return the true clips and their continuations, ``[n, F, C, H, W]`` uint8 on the CPU."""
+        frames = self.frames or module.sampling.frames
+        held_out = trainer.datamodule.held_out(frames, self.clips)  # type: ignore[attr-defined]
+        video = torch.stack([held_out[index]["video"] for index in range(len(held_out))])
+        truth = module.network.to_levels(video.to(module.device))
+        with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
+            clips, _ = module.continue_clips(truth[:, : module.start], frames)
+        return module.network.to_bytes(truth).cpu(), clips.cpu()
+
+    def _keep(self, trainer: Trainer, module: VideoContinuation, truth: Tensor, clips: Tensor, folder: Path) -> None:
+        name = f"continued-step{trainer.global_step:07d}"
+        figure = draw_continuations(list(truth), list(clips), module.start, module.frames)
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / f"{name}.png", dpi=110)
+        write_animation(folder / f"{name}.gif", side_by_side(list(truth), list(clips)), module.sampling.fps)
+        log_figure(trainer, "continued", figure)
+        errors = torch.stack([relative_errors(*pair) for pair in zip(clips, truth, strict=True)])[:, module.start :]
+        trained = errors[:, : module.frames - module.start]
+        self.log_values(trainer, "continued", {"error_trained": float(trained.mean()), "error": float(errors.mean())})

@@ -7,13 +7,14 @@ import json
 import re
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import yaml
 from mhla_tasks.commandline import parser, registry
-from mhla_tasks.video import BouncingDigits, FrameTransformer, VideoContinuation
+from mhla_tasks.video import BouncingDigits, ContinuationPictures, FrameTransformer, MovingDigits, VideoContinuation
 from mhla_tasks.video.bouncing import BouncingDigitSamples, bounce, positions
 from mhla_tasks.video.clips import read_clip
 from mhla_tasks.video.continuation import ErrorsConfig, FrameShape
@@ -316,3 +317,13 @@ def test_clips_that_cannot_be_continued_are_errors() -> None:
     for options, message in (({"speed": 0}, "speed=0 must be"), ({"width": 8}, "no room to move on 16 x 8")):
         with pytest.raises(ValueError, match=message):
             BouncingDigits(**options).source("train")
+
+
+def test_pictures_need_clips_of_any_length() -> None:
+    module = VideoContinuation(EXPONENTIAL, 8, 12)
+    with pytest.raises(
+        ValueError, match="needs the model VideoContinuation and the data BouncingDigits, not VideoContin"
+    ):
+        ContinuationPictures().on_fit_start(SimpleNamespace(datamodule=MovingDigits()), module)
+    with pytest.raises(ValueError, match="clips=0 must be at least 1"):
+        ContinuationPictures(clips=0)
