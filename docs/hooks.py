@@ -22,11 +22,62 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             function = function_of(name)
             passes_on = getattr(function, "passes_on", False)
             text = help_text(function) if passes_on else parser_of(name)[0].format_help()
-            parts.append(f"### {name}\n\n```text\n{text.strip()}\n```")
+            parts.append(f"### {name}\n\n{with_tables(text.strip())}")
     return "\n\n".join(parts)
 
 
+def with_tables(text: str) -> str:
+    """Convert the help of a command to Markdown: its options become tables, which wrap on a phone, and the rest code blocks.
+
+    Args:
+        text: help as argparse prints it, in which sections of options have a title that ends with a colon.
+    """
+    parts: list[str] = []
+    for section in re.split(r"\n\n(?=[a-z][a-z ]*:\n {2}\S)", text):
+        title, _, lines = section.partition(":\n")
+        if re.fullmatch("[a-z][a-z ]*", title) and title != "usage":
+            rows = [f"| `{name}` | {_cell(meaning)} |" for name, meaning in _options(lines)]
+            parts.append("\n".join([f"| {title.removeprefix('positional ')} | |", "| --- | --- |", *rows]))
+        else:
+            parts.append(f"```text\n{section.strip()}\n```")
+    return "\n\n".join(parts)
+
+
+def _options(lines: str) -> list[tuple[str, str]]:
+    """Read the names of options and what they mean from a section of argparse's help."""
+    options: list[tuple[str, str]] = []
+    for line in lines.splitlines():
+        if start := re.match(r" {2}(\S.*?)(?: {2,}(.*))?$", line):
+            options.append((start[1], start[2] or ""))
+        elif line.strip():
+            name, meaning = options[-1]
+            options[-1] = (name, f"{meaning} {line.strip()}".strip())
+    return options
+
+
+def _cell(text: str) -> str:
+    """Escape a text for a cell of a Markdown table."""
+    return re.sub(r"([|<>*_`\[\]])", r"\\\1", text)
+
+
 def on_page_content(html: str, **_: Any) -> str:
-    """Drop the roles of reStructuredText (``:class:``) before code, and the path before a name (``~``)."""
+    """Add captions to pictures, and convert the markup of docstrings.
+
+    A picture that is a paragraph of its own becomes a figure, whose caption is the alternative text. Code in tables may break
+    after punctuation. The roles of reStructuredText (``:class:``) before code are dropped, and the path before a name (``~``).
+    """
+    html = re.sub(
+        r'<p>(<img\b[^>]*?\balt="([^"]+)"[^>]*>)</p>', r"<figure>\1<figcaption>\2</figcaption></figure>", html
+    )
+    html = re.sub(r"<td[^>]*>.*?</td>", _breakable, html, flags=re.S)
     html = re.sub(r":(?:class|meth|func|mod|data|attr):(?=<code)", "", html)
     return re.sub(r"(<code[^>]*>)~[\w.]*?(\w+</code>)", r"\1\2", html)
+
+
+def _breakable(cell: re.Match[str]) -> str:
+    """Allow line breaks after punctuation in the code of a table cell, so that narrow columns do not split words."""
+    return re.sub(
+        r"(<code>)(.*?)(</code>)",
+        lambda code: code[1] + re.sub(r"([_/=,.])(?=\w)", r"\1<wbr>", code[2]) + code[3],
+        cell[0],
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
 
-from lightning_mhla.callbacks.points import MetricPoints, as_lists, draw_curves
+from lightning_mhla.callbacks.points import MetricPoints, as_lists, draw_curves, matching_steps, separate_stages
 from lightning_mhla.system.folders import checkpoint_folder
 from lightning_mhla.system.lightning_private import accumulates_gradients
 
@@ -19,7 +19,8 @@ class LearningCurves(Callback):
     """Callback that plots the logged metrics against the optimizer step, in the file ``learning_curves.png``.
 
     The file lies in the folder of the run's checkpoints. Metrics whose names differ only in the prefix, such as ``train/loss``
-    and ``val/loss``, share a plot. Checkpoints store the recorded values, so a resumed run continues its curves.
+    and ``val/loss``, share a plot. For a linearized model, the loss of the steps that match its layers has a plot of its
+    own, called ``layer_distance``. Checkpoints store the recorded values, so a resumed run continues its curves.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps, shared with :class:`RunReport`.
@@ -28,6 +29,7 @@ class LearningCurves(Callback):
     def __init__(self) -> None:
         self.points = MetricPoints()
         self._path: Path | None = None
+        self._matching_steps = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the metric values that an earlier fit recorded."""
@@ -37,6 +39,7 @@ class LearningCurves(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the path of ``learning_curves.png``. Every process must call this method."""
         self._path = checkpoint_folder(trainer) / CURVES
+        self._matching_steps = matching_steps(pl_module)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Record the training metrics every ``log_every_n_steps`` steps."""
@@ -67,4 +70,4 @@ class LearningCurves(Callback):
     def draw(self) -> None:
         """Draw the recorded metrics and write the picture. Before training starts, the method does nothing."""
         if self._path is not None:
-            draw_curves(self.points, self._path)
+            draw_curves(separate_stages(self.points, self._matching_steps), self._path)

@@ -1,68 +1,77 @@
-"""Writer of ``report.html``, a web page that reports on a run and embeds its pictures, so that it needs no other files."""
+"""Writer of ``report.html``, a web page that reports on a run and embeds its pictures, so that it needs no other files.
+
+The page first says what was trained, how good the model is, what was skipped, and which command comes next. Samples, results by
+class, curves, pictures and the configuration follow. Everything that comes from the run is escaped. The page has no scripts.
+"""
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import re
-import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.callbacks.curves import CURVES
-from lightning_mhla.callbacks.points import draw_curves
+from PIL import Image
+
+from lightning_mhla.callbacks.class_tables import class_section
+from lightning_mhla.callbacks.markup import STYLE, Curve, document, picture, plot, plural
+from lightning_mhla.callbacks.next_steps import next_steps
+from lightning_mhla.callbacks.originals import ORIGINAL
+from lightning_mhla.callbacks.points import MATCHING, panels_of, separate_stages
+from lightning_mhla.data.images import open_image
+from lightning_mhla.system.figures import DARK
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.numbers import rounded
+
+__all__ = ["PAGE", "STYLE", "duration", "fenced", "write_page"]
 
 PAGE = "report.html"
 TYPES = {".png": "image/png", ".gif": "image/gif"}
 LONGEST = 20_000
 """Number of characters shown of a text file; the last ones are shown."""
-
-STYLE = """
-:root { color-scheme: light dark }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.4rem; margin-bottom: 0 } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse } th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid #8884 }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
-pre { background: #8882; padding: .8rem; overflow: auto; max-height: 30rem; border-radius: .3rem }
-figure { margin: 0 } figcaption { font-size: .85rem; opacity: .8 }
-img { max-width: 100%; background: #fff; border-radius: .3rem }
-@media (max-width: 40rem) { figure { overflow-x: auto } img { max-width: 220% } }
-.muted { opacity: .7 }
-"""
+MAIN = ("accuracy", "bits_per_byte", "perplexity", "cosine", "loss")
+"""Metrics to show first, without prefix, if no checkpoint is selected by a metric."""
+LOSS = "train/loss"
+"""Metric that is shown in place of validation metrics if there are none."""
+ATTENTION = ("attention", "mixing")
+"""Names of the pictures that belong to the section about attention."""
 
 
-def write_page(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> None:
+def write_page(
+    folder: Path,
+    checkpoints: Path,
+    record: Mapping[str, Any],
+    training: Mapping[str, Sequence[tuple[int, float]]] | None = None,
+) -> None:
     """Write the web page of a run, ``report.html``, atomically.
 
     Args:
         folder: folder of the run, to which the page is written.
         checkpoints: folder of the run's checkpoints.
         record: metrics, duration, library versions and other facts about the run, as stored in ``run.json``.
+        training: (step, value) pairs of metrics that are not in the record, such as ``train/loss``, by name.
     """
-    name = html.escape("/".join(folder.parts[-2:]))
+    title = "/".join(folder.parts[-2:])
+    finite = _finite({**(training or {}), **record["metrics"]})
+    points = separate_stages(finite, record.get("matching_steps", 0))
     state = "finished" if record["finished"] else "not finished"
-    seconds, steps = record["seconds"], record["steps"]
-    speed = f", {steps / seconds:.3g} steps per second overall" if seconds and steps else ""
+    main = _main_metric(record)
     parts = [
-        f"<h1>{name}</h1>",
-        f'<p class="muted">{state}; {steps:,} steps, {duration(seconds)}{speed}; '
-        f"{record['parameters']:,} parameters, {record['trained_parameters']:,} of them trained; {_processes(record)}</p>",
-        _metrics(record),
-        _curves(record) if not (checkpoints / CURVES).exists() else "",
-        *_pictures(folder, checkpoints),
+        f'<h1>{html.escape(title)} <span class="badge">{state}</span></h1>',
+        f'<div class="top">{_facts(record)}{_score(record, main, points)}{_next(folder, checkpoints, record)}</div>',
+        _skipped(record),
         *_samples(folder),
-        _resume(folder, checkpoints),
+        _pictures(folder, "Pictures", drawn=True),
+        _classes(folder),
+        _curves(record, points, main),
+        _metrics(record),
+        _pictures(folder, "Attention", drawn=False),
         *_text("Configuration", folder / "config.yaml"),
         f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{name}</title>'
-    body = "\n".join(part for part in parts if part)
-    write_whole(
-        folder / PAGE, f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
-    )
+    write_whole(folder / PAGE, document(title, "\n".join(part for part in parts if part)))
 
 
 def fenced(text: str, language: str = "") -> str:
@@ -92,86 +101,234 @@ def duration(seconds: float) -> str:
     )
 
 
-def _processes(record: Mapping[str, Any]) -> str:
-    return "1 process" if record["processes"] == 1 else f"{record['processes']} processes"
+def _finite(metrics: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tuple[int, float]]]:
+    return {
+        name: [(int(step), float(value)) for step, value in values if value is not None and abs(value) < float("inf")]
+        for name, values in metrics.items()
+    }
+
+
+def _facts(record: Mapping[str, Any]) -> str:
+    """Return a list of what was trained, in which size, how fast and on which machine."""
+    seconds, steps = record["seconds"], record["steps"]
+    trained, parameters = record["trained_parameters"], record["parameters"]
+    size = plural(parameters, "parameter") + ("" if trained == parameters else f", {trained:,} of them trained")
+    speed = f", {rounded(steps / seconds)} steps per second" if seconds and steps else ""
+    processes = plural(record["processes"], "process", "processes")
+    precision = f"precision {record['precision']}" if record.get("precision") else ""
+    facts = {
+        "Data": _named(record.get("data", ""), record.get("data_options", {})),
+        "Model": ", ".join(filter(None, (record.get("model", ""), size))),
+        "Attention": _attention(record),
+        "Training": _training(record),
+        "Time": f"{plural(steps, 'step')} in {duration(seconds)}{speed}",
+        "Hardware": ", ".join(filter(None, (record.get("hardware", ""), processes, precision))),
+    }
+    rows = [f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in facts.items() if text]
+    return f'<dl class="facts">{"".join(rows)}</dl>'
+
+
+def _named(name: str, options: Mapping[str, Any]) -> str:
+    """Return a name with its options in parentheses, such as ``mhla (block_grid=[4, 4], lepe=3)``."""
+    text = ", ".join(f"{key}={value}" for key, value in options.items())
+    return f"{name} ({text})" if text else name
+
+
+def _attention(record: Mapping[str, Any]) -> str:
+    if "attention" not in record:
+        return ""
+    groups = record["attention"]
+    if not groups:
+        return f"that of {record['network']}" if record.get("network") else ""
+    return "; ".join(
+        f"{_named(group['kind'], group['options'])} in {plural(group['layers'], 'layer')}" for group in groups
+    )
+
+
+def _training(record: Mapping[str, Any]) -> str:
+    rate, size = record.get("lr"), record.get("batch_size")
+    parts = [f"peak learning rate {rate:g}" if rate is not None else "", f"batch size {size:,}" if size else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _main_metric(record: Mapping[str, Any]) -> str | None:
+    """Return the name of the metric to show first: the one that selects checkpoints or, if none does, the most telling one."""
+    metrics = record["metrics"]
+    if record["best"]:
+        return record["best"]["metric"]
+    named = [f"val/{name}" for name in MAIN if f"val/{name}" in metrics]
+    return next(iter([*named, *metrics]), None)
+
+
+def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Sequence[tuple[int, float]]]) -> str:
+    """Return the main metric, its last and its best value, and its curve."""
+    if main is None:
+        losses = points.get(LOSS)
+        last = f"<p>The last {LOSS} is {rounded(losses[-1][1])} at step {losses[-1][0]:,}.</p>" if losses else ""
+        curve = plot("", [Curve(LOSS, losses)]) if losses else ""
+        empty = "No validation" if record["finished"] else "No validation yet"
+        return f'<div class="main"><p class="score">{empty}</p>{last}{curve}</div>'
+    step, value = record["metrics"][main][-1]
+    best = record["best"]
+    notes = [f"at step {step:,}"]
+    if best and best["metric"] == main:
+        better = "lower" if best["mode"] == "min" else "higher"
+        is_last = best["step"] == step
+        notes.append("the best so far" if is_last else f"best {rounded(best['value'])} at step {best['step']:,}")
+        notes.append(f"{better} is better")
+    text = f'<p class="score">{rounded(value)}</p><p><b>{html.escape(main)}</b>, {"; ".join(notes)}</p>'
+    curve = plot("", [Curve(main, points[main])], _original(record, main)) if points.get(main) else ""
+    return f'<div class="main">{text}{curve}</div>'
+
+
+def _original(record: Mapping[str, Any], metric: str) -> tuple[str, float] | None:
+    value = record.get("original", {}).get(metric)
+    return None if value is None else (ORIGINAL, float(value))
+
+
+def _skipped(record: Mapping[str, Any]) -> str:
+    parts = "".join(f"<li>{html.escape(part)}</li>" for part in record.get("skipped", ()))
+    return f'<div class="note"><b>This run skipped:</b><ul>{parts}</ul></div>' if parts else ""
+
+
+def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
+    steps = next_steps(folder, checkpoints, record)
+    if not steps:
+        return ""
+    title = "Use it" if record["finished"] else "Resume"
+    lines = [
+        f'<p>{html.escape(step.purpose)}:</p><pre class="command">{_command(step.command)}</pre>' for step in steps
+    ]
+    return f'<div class="next"><h2>{title}</h2>{"".join(lines)}</div>'
+
+
+def _command(text: str) -> str:
+    """Return a command as HTML that breaks lines only between its arguments."""
+    return " ".join(f"<span>{html.escape(argument)}</span>" for argument in text.split(" "))
+
+
+def _classes(folder: Path) -> str:
+    try:
+        return class_section(folder)
+    except ValueError as error:  # a broken file must not end a run
+        return f'<div class="note">{html.escape(str(error))}</div>'
+
+
+def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, float]]], main: str | None) -> str:
+    """Return plots of all metrics that change during the run. Metrics that differ only in their prefix share a plot."""
+    plots = []
+    for title, names in panels_of(points).items():
+        if names == [main or LOSS]:
+            continue  # drawn at the top of the page
+        original = next(filter(None, (_original(record, name) for name in names)), None)
+        heading = "layer_distance (loss of the steps that match layers)" if names == [MATCHING] else title
+        plots.append(plot(heading, [Curve(name, points[name]) for name in names], original))
+    return f'<h2>Curves</h2><div class="curves">{"".join(plots)}</div>' if plots else ""
 
 
 def _metrics(record: Mapping[str, Any]) -> str:
     if not record["metrics"]:
-        return "<p>No validation yet.</p>"
+        return ""
     best = record["best"]
     rows = []
     for name, points in record["metrics"].items():
         step, value = points[-1]
-        chosen = f"{_figure(best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
-        cells = f'<td class="n">{_figure(value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
+        chosen = f"{rounded(best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
+        cells = f'<td class="n">{rounded(value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
         rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
     head = '<tr><th>metric<th class="n">last<th class="n">step<th>best</tr>'
-    return f"<h2>Metrics</h2><table>{head}{''.join(rows)}</table>"
+    return f'<h2>Metrics</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 
 
-def _figure(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.5g}"
-
-
-def _curves(record: Mapping[str, Any]) -> str:
-    """Return an HTML plot of the validation metrics that change during the run, or an empty string if none changes."""
-    finite = {
-        name: [(step, value) for step, value in points if value is not None]
-        for name, points in record["metrics"].items()
-    }
-    picture = io.BytesIO()
-    if not draw_curves(finite, picture):
-        return ""
-    return f"<h2>Curves</h2>{_embedded('validation metrics', 'image/png', picture.getvalue())}"
-
-
-def _embedded(caption: str, kind: str, content: bytes) -> str:
-    """Format a picture as an HTML figure with embedded content and a caption.
+def _pictures(folder: Path, title: str, drawn: bool) -> str:
+    """Return a section with the newest picture of each name, as HTML; empty if there is none.
 
     Args:
-        caption: text of the caption.
-        kind: MIME type of the picture, such as ``image/png``.
-        content: bytes of the picture file.
+        folder: folder of the run.
+        title: title of the section.
+        drawn: True for pictures that the model drew, False for those of its attention.
     """
-    text, data = html.escape(caption), base64.b64encode(content).decode()
-    return f'<figure><img alt="{text}" src="data:{kind};base64,{data}"><figcaption>{text}</figcaption></figure>'
-
-
-def _pictures(folder: Path, checkpoints: Path) -> list[str]:
-    """Return a section of HTML with the pictures of a run, as a list with one string.
-
-    The list is empty if the run has no pictures. Among pictures whose names differ only in the optimizer step, only the latest
-    is included.
-    """
-    last: dict[str, Path] = {}
-    for path in [*sorted(checkpoints.glob("*.png")), *sorted((folder / "pictures").glob("*"))]:
+    newest: dict[str, Path] = {}
+    for path in sorted((folder / "pictures").glob("*")):
         if path.suffix in TYPES:
-            last[re.sub(r"step\d+", "", path.name)] = path  # names of one kind differ in the step only
-    figures = [_embedded(path.name, TYPES[path.suffix], path.read_bytes()) for path in last.values()]
-    return [f"<h2>Pictures</h2>{''.join(figures)}"] if figures else []
+            newest[re.sub(r"-?step\d+", "", path.name)] = path  # names of one series differ in the step only
+    figures = [_figure(path) for name, path in newest.items() if drawn != (name.removesuffix(path.suffix) in ATTENTION)]
+    return f"<h2>{title}</h2>{''.join(figures)}" if figures else ""
+
+
+def _figure(path: Path) -> str:
+    content, dark = path.read_bytes(), path.parent / DARK / path.name
+    if path.suffix == ".gif":  # the reader of pictures does not read animations
+        return picture(_caption(path, {}), TYPES[path.suffix], content, int.from_bytes(content[6:8], "little"))
+    try:
+        image = open_image(content)
+    except (OSError, Image.DecompressionBombError):  # a broken picture must not end a run
+        return f'<div class="note">{html.escape(path.name)} is not a picture that can be read</div>'
+    dark_content = dark.read_bytes() if dark.is_file() else None
+    return picture(_caption(path, image.info), TYPES[path.suffix], content, image.width, dark_content)
+
+
+def _caption(path: Path, stored: Mapping[Any, Any]) -> str:
+    """Return the caption that is stored in a picture, or one made from the name of its file."""
+    if isinstance(text := stored.get("Description"), str):
+        return text
+    step = re.search(r"step(\d+)", path.stem)
+    name = re.sub(r"-?step\d+", "", path.stem)
+    return f"{name}, step {int(step[1]):,}" if step else name
 
 
 def _samples(folder: Path) -> list[str]:
-    return [part for path in sorted(folder.glob("samples*.md")) for part in _text("Samples", path, open_=True)]
+    """Return sections with the generated texts, the newest first. Older ones are folded."""
+    sections = []
+    for path in sorted(folder.glob("samples*.md")):
+        blocks = _sample_blocks(_newest(path.read_text(errors="replace")))
+        if not blocks:
+            continue
+        (title, texts), *older = reversed(blocks)
+        parts = [f"<h2>Samples, {html.escape(title)}</h2>", *_listed(texts)]
+        if older:
+            folded = "".join(f"<h3>{html.escape(name)}</h3>{''.join(_listed(block))}" for name, block in older)
+            summary = plural(len(older), "earlier step")
+            parts.append(f"<details><summary>{summary}</summary>{folded}</details>")
+        sections.append("".join(parts))
+    return sections
 
 
-def _text(title: str, path: Path, open_: bool = False) -> list[str]:
+def _newest(page: str) -> str:
+    """Return the last ``LONGEST`` characters of a page of samples, from the first heading of a step on."""
+    if len(page) <= LONGEST:
+        return page
+    # What is left of a section may begin inside a code block, whose closing fence would be taken for an opening one.
+    page = page[-LONGEST:]
+    heading = re.search(r"^## step \d+$", page, flags=re.M)
+    return page[heading.start() :] if heading else ""
+
+
+def _listed(texts: Sequence[str]) -> list[str]:
+    return [f'<pre class="sample">{html.escape(text)}</pre>' for text in texts]
+
+
+def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
+    """Split a Markdown page of samples into its sections, each with a title and the texts of its code blocks."""
+    blocks: list[tuple[str, list[str]]] = []
+    fence, lines = "", io.StringIO()
+    for line in page.splitlines(keepends=True):
+        mark = re.match(r"(`{3,})\w*$", line.rstrip("\n"))
+        if fence and mark and mark[1] == fence:
+            if blocks:
+                blocks[-1][1].append(lines.getvalue().rstrip("\n"))
+            fence = ""
+        elif fence:
+            lines.write(line)
+        elif mark:
+            fence, lines = mark[1], io.StringIO()
+        elif line.startswith("#"):
+            blocks.append((line.lstrip("# ").rstrip(), []))
+    return [(title, texts) for title, texts in blocks if texts]
+
+
+def _text(title: str, path: Path) -> list[str]:
     if not path.exists():
         return []
     text = html.escape(path.read_text(errors="replace")[-LONGEST:])
-    inside = f"<summary>{html.escape(path.name)}</summary><pre>{text}</pre>"
-    return [f"<h2>{title}</h2><details{' open' * open_}>{inside}</details>"]
-
-
-def _resume(folder: Path, checkpoints: Path) -> str:
-    """Return HTML with the command that resumes the run, or an empty string if the run cannot be resumed."""
-    shown_folder = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    if checkpoints.parent == folder and (folder / "lock").exists():
-        command = f"lightning fit --run_dir {shlex.quote(str(shown_folder))}"
-    elif (folder / "config.yaml").exists():
-        config, quoted_folder = (shlex.quote(str(path)) for path in (shown_folder / "config.yaml", shown_folder))
-        command = f"lightning fit --config {config} --ckpt_path {quoted_folder}"
-    else:
-        return ""
-    return f"<h2>Resume</h2><pre>{html.escape(command)}</pre>"
+    return [f"<h2>{title}</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"]

@@ -8,7 +8,8 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.curves import LearningCurves
-from lightning_mhla.callbacks.recovery import Recovery
+from lightning_mhla.callbacks.markup import plural
+from lightning_mhla.callbacks.recovery import is_leaving
 from lightning_mhla.callbacks.stalls import StallWatch
 
 
@@ -64,6 +65,18 @@ class PeriodicEvaluation(Callback):
         """Restore the optimizer step of the latest evaluation, so that the same weights are not evaluated twice."""
         self._evaluated = state_dict["evaluated"]
 
+    def skipped_parts(self, trainer: Trainer) -> list[str]:
+        """Return a sentence if the run ended without an evaluation, with the reason."""
+        if self._evaluated >= 0 or self.at_end:
+            return []
+        period = (
+            "every_n_steps is null"
+            if self.every_n_steps is None
+            else f"every_n_steps={self.every_n_steps} is more than"
+        )
+        steps = "" if self.every_n_steps is None else f" the {plural(trainer.global_step, 'step')} of the run"
+        return [f"No {type(self).__name__}: {period}{steps}, and at_end is false."]
+
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
         """Log metrics under a common prefix to every logger, and add them to the learning curves that a callback plots, if any.
 
@@ -80,8 +93,7 @@ class PeriodicEvaluation(Callback):
                     callback.points.note(f"{prefix}/{name}", trainer.global_step, value)
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        leaving = any(isinstance(callback, Recovery) and callback.leaving for callback in trainer.callbacks)  # type: ignore[attr-defined]
-        if trainer.global_step != self._evaluated and not leaving:
+        if trainer.global_step != self._evaluated and not is_leaving(trainer):
             self._evaluated = trainer.global_step
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, StallWatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, BinaryIO
 from lightning import Trainer
 
 from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.numbers import rounded
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
@@ -44,7 +46,61 @@ def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, lis
     return {name: [list(point) for point in of_metric] for name, of_metric in points.items()}
 
 
-def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path | BinaryIO) -> bool:
+MATCHING = "train/layer_distance"
+"""Name of the loss of the first training stage of a linearized model, which matches each new layer to its original."""
+
+
+def matching_steps(module: Any) -> int:
+    """Return the number of optimizer steps in which a module matches its new layers to the original ones; 0 for none."""
+    return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
+
+
+def separate_stages(
+    points: Mapping[str, Sequence[tuple[int, float]]], matching_steps: int
+) -> dict[str, Sequence[tuple[int, float]]]:
+    """Separate the training losses of the two stages of a linearized model, whose values cannot be compared.
+
+    In the first stage, ``train/loss`` equals ``train/layer_distance``, and is left out. In the second stage, the trainer still
+    reports the last ``train/layer_distance``, which is left out, too.
+
+    Args:
+        points: (step, value) pairs by the name of the metric.
+        matching_steps: number of optimizer steps of the first stage; 0 if there is none.
+
+    Returns:
+        The points to show. Without a first stage, they are unchanged.
+    """
+    if not matching_steps:
+        return dict(points)
+    separated = dict(points)
+    if MATCHING in points:
+        separated[MATCHING] = [point for point in points[MATCHING] if point[0] <= matching_steps]
+    if "train/loss" in points:
+        separated["train/loss"] = [point for point in points["train/loss"] if point[0] > matching_steps]
+    return {name: values for name, values in separated.items() if values}
+
+
+def panels_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[str]]:
+    """Group metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``.
+
+    Args:
+        points: (step, value) pairs by the name of the metric.
+
+    Returns:
+        Names of the metrics by their common name, such as ``loss``, in alphabetical order. Groups in which no metric changes
+        are left out.
+    """
+    panels: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(points):
+        panels[name.split("/", 1)[-1]].append(name)
+    return {title: names for title, names in panels.items() if any(_moves(points[name]) for name in names)}
+
+
+def draw_curves(
+    points: Mapping[str, Sequence[tuple[int, float]]],
+    target: Path | BinaryIO,
+    originals: Mapping[str, float] | None = None,
+) -> bool:
     """Plot the metrics of a run against the optimizer step as a PNG picture.
 
     Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a plot. A plot is left out
@@ -53,24 +109,33 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path 
     Args:
         points: (step, value) pairs by the name of the metric, such as ``train/loss``.
         target: path of the file to write, or a binary stream. The folder of the path is created if missing.
+        originals: scores of the model before its attention was replaced, by the name of the metric without its prefix. They are
+            drawn as dashed lines. None for no lines.
 
     Returns:
         True if a picture was written, or False if no metric changes.
     """
-    panels: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(points):
-        panels[name.split("/", 1)[1]].append(name)
-    panels = {title: names for title, names in panels.items() if any(_moves(points[name]) for name in names)}
+    panels = panels_of(points)
     if not panels:
         return False
     figure, axes = make_panels(len(panels), 3, (4.2, 3))
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for name in names:
-            axis.plot(*zip(*points[name], strict=True), label=name.split("/", 1)[0], linewidth=1.2)
-        axis.set_title(title, parse_math=False)
+            marker = "o" if len(points[name]) <= 12 else ""
+            axis.plot(
+                *zip(*points[name], strict=True),
+                label=name.split("/", 1)[0],
+                linewidth=1.2,
+                marker=marker,
+                markersize=3,
+            )
+        original = (originals or {}).get(title)
+        if original is not None:
+            axis.axhline(original, color="gray", linestyle="--", label=f"original {rounded(original)}")
+        axis.set_title("\n".join(textwrap.wrap(title, 40)), parse_math=False)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-        if len(names) > 1:
+        if len(names) > 1 or original is not None:
             axis.legend()
     if isinstance(target, Path):
         target.parent.mkdir(parents=True, exist_ok=True)

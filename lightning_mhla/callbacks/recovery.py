@@ -360,3 +360,9 @@ def _is_over(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return last_epoch or 0 <= trainer.max_steps <= trainer.global_step or trainer.should_stop
+
+
+def is_leaving(trainer: Trainer) -> bool:
+    """Return whether a run has saved its state after a stop signal and is about to exit, without time for pictures."""
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+    return any(isinstance(callback, Recovery) and callback.leaving for callback in callbacks)

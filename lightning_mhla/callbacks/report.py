@@ -16,14 +16,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from lightning_mhla.callbacks.curves import LearningCurves
+from lightning_mhla.callbacks.facts import run_facts, skipped_parts
+from lightning_mhla.callbacks.next_steps import NextStep, next_steps
+from lightning_mhla.callbacks.originals import RECORD, original_scores
 from lightning_mhla.callbacks.page import PAGE, write_page
-from lightning_mhla.callbacks.points import MetricPoints, as_lists
+from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_steps
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.numbers import rounded
 
-RECORD = "run.json"
-"""Name of the file, in the folder of a run, that records its metrics and versions."""
+__all__ = ["RECORD", "RunReport", "versions"]
 
 
 class RunReport(Callback):
@@ -31,8 +34,10 @@ class RunReport(Callback):
 
     After every validation, the callback also writes two files to the folder of the run. ``run.json`` holds the validation
     metrics by step, the best value of the metric that selects checkpoints, the number of steps, the total training time in
-    seconds (including the time before a resume), the parameter counts, and the versions of libraries. ``lightning compare``
-    reads this file. ``report.html`` is a web page with metrics, curves, pictures, samples and the command that resumes the run.
+    seconds (including the time before a resume), the parameter counts, what was trained on which machine, what the run skipped,
+    and the versions of libraries. ``lightning compare`` reads this file. ``report.html`` is a web page that says what was
+    trained, how good it is, and which command comes next: resuming the run, or using its model if it is finished. Samples,
+    results by class, curves and pictures follow.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
@@ -43,6 +48,8 @@ class RunReport(Callback):
         self.points = MetricPoints()
         self._before = 0.0
         self._start = time.monotonic()
+        self._skipped: list[str] = []
+        self._next: list[NextStep] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the metrics of an earlier fit. If there is a :class:`LearningCurves` callback, share its metric record."""
@@ -90,6 +97,7 @@ class RunReport(Callback):
                 step, value = choose(finite, key=lambda point: point[1])
                 best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
         parameters = list(pl_module.parameters())
+        self._skipped = skipped_parts(trainer, metrics) if finished else []
         record = {
             "finished": finished,
             "steps": trainer.global_step,
@@ -97,13 +105,19 @@ class RunReport(Callback):
             "parameters": sum(parameter.numel() for parameter in parameters),
             "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "processes": trainer.world_size,
+            **run_facts(trainer, pl_module),
+            "matching_steps": matching_steps(pl_module),
+            "original": original_scores(folder),
+            "skipped": self._skipped,
             "best": best,
             "metrics": {name: [[step, _number(value)] for step, value in points] for name, points in metrics.items()},
             "versions": versions(),
         }
         folder.mkdir(parents=True, exist_ok=True)
         write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
-        write_page(folder, checkpoints, record)
+        training = {name: points for name, points in self.points.items() if name not in metrics}
+        write_page(folder, checkpoints, record, training)
+        self._next = next_steps(folder, checkpoints, record)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write ``run.json`` and ``report.html``, and print metrics, training time and file paths, on the first process."""
@@ -112,9 +126,7 @@ class RunReport(Callback):
         if not trainer.is_global_zero:
             return
         lines = [
-            (name, f"{float(value):.4f}".rstrip("0").rstrip("."))
-            for name, value in trainer.callback_metrics.items()
-            if name.startswith("val/")
+            (name, rounded(float(value))) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
         ]
         lines.append(("training time", f"{self._seconds():.0f} s, {trainer.global_step} steps"))
         for callback in trainer.checkpoint_callbacks:
@@ -130,6 +142,8 @@ class RunReport(Callback):
         drawn = sorted(path for path in (folder / "pictures").glob("*") if path.suffix in (".png", ".gif"))
         pictures = [*checkpoints.glob("*.png"), *drawn]
         lines += [("picture", _short(picture)) for picture in pictures]
+        lines += [("skipped", part) for part in self._skipped]
+        lines += [("next", shown(step.command)) for step in self._next[:1]]
         if (bar := trainer.progress_bar_callback) is not None:
             bar.teardown(trainer, pl_module, "fit")  # otherwise the bar would stay below the report
         console = Console(soft_wrap=True, highlight=False)

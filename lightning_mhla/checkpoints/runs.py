@@ -46,8 +46,8 @@ STARTED = time.time() - 1
 BEFORE = re.compile(
     r"""
     [^.].*\.ya?ml | events\.out\.tfevents\..+ | metrics(-\d+)?\.csv  # configurations, and what Lightning's loggers write
-    | run\.json | report\.html | runs\.json | sweep\.json | compared\.(html|png) | crashes  # written by the suite
-    | slurm-job\.txt  # written by train.sbatch
+    # written by the suite and train.sbatch
+    | run\.json | report\.html | runs\.json | sweep\.json | slurm-job\.txt | compared\.(html|png) | crashes
     | \.(scale_batch_size|lr_find)_.+\.ckpt  # Lightning's tuners
     | (.+[-_.])?(log|out|err|output|stdout|stderr)([-_.]\d+)?(\.txt)?  # logs of a shell, of SLURM
     | .+\.p?[eo]\d+ | screenlog\.\d+  # logs of other schedulers, and of screen

@@ -17,6 +17,7 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
+from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
@@ -194,8 +195,12 @@ class SampleGrid(PeriodicEvaluation):
     def _show(self, trainer: Trainer, module: ImageGenerator, folder: Path, grid: Tensor) -> None:
         step, guidance = trainer.global_step, module.describe_sampling(self._sampling(module))["guidance"]
         figure = draw_grid(grid, module.num_conditions, f"step {step:,}, guidance {guidance:g}")
-        (folder / "pictures").mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / "pictures" / f"{self.name}-step{step:07d}.png", dpi=110)
+        rows = "Each row is a class. " if module.num_conditions <= GRID else ""
+        caption = (
+            f"Samples ({self.name}) at step {step:,}, guidance {guidance:g}. {rows}Look for samples that belong to their "
+            "class, and for differences within a class: samples that are all alike mean that the model repeats itself."
+        )
+        save_figure(figure, folder / "pictures" / f"{self.name}-step{step:07d}.png", caption)
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_figure(self.name, figure, step)

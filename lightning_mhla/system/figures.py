@@ -1,11 +1,22 @@
-"""Matplotlib figures with several plots."""
+"""Matplotlib figures with several plots, and picture files for light and dark screens."""
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+DARK = "dark"
+"""Name of the subfolder, beside a picture, with the variant of the picture for dark screens."""
+INK, PAPER = "#e6e8eb", "#14171c"
+"""Colors of text and background on dark screens, those of the web pages."""
+DOTS = 130
+"""Resolution of picture files in dots per inch."""
 
 
 def make_panels(
@@ -31,3 +42,67 @@ def make_panels(
     for axis in axes[count:]:
         axis.remove()
     return figure, axes[:count]
+
+
+def set_title(figure: Figure, text: str, size: float = 10) -> None:
+    """Write a title above all plots of a figure, in as many lines as its width requires.
+
+    Args:
+        figure: figure without a title.
+        text: title, without markup.
+        size: font size in points.
+    """
+    characters = int(figure.get_figwidth() * 72 / (size * 0.55))  # a character is about 0.55 times as wide as high
+    lines = textwrap.wrap(text, max(characters, 12))
+    figure.suptitle("\n".join(lines), fontsize=size, parse_math=False)
+
+
+def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
+    """Write a figure as a PNG file, and its variant for dark screens to the subfolder ``dark``.
+
+    The caption is stored in both files, from where ``report.html`` takes it.
+
+    Args:
+        figure: figure to write. It has the same colors afterwards.
+        path: path of the PNG file. Missing folders are created.
+        caption: text that says what the figure shows, and what to look for.
+    """
+    dark = path.parent / DARK / path.name
+    dark.parent.mkdir(parents=True, exist_ok=True)
+    options: dict[str, Any] = {"metadata": {"Description": caption} if caption else {}}
+    options |= {"dpi": DOTS, "format": "png", "bbox_inches": "tight"}  # tight: without margins, and nothing is cut off
+    figure.savefig(path, **options)
+    with _dark_colors(figure):
+        figure.savefig(dark, **options)
+
+
+@contextmanager
+def _dark_colors(figure: Figure) -> Iterator[None]:
+    """Context manager in which text, frames and ticks of a figure have light colors, and the background is dark."""
+    from matplotlib.spines import Spine
+    from matplotlib.text import Text
+
+    changes: list[tuple[Any, Any]] = []
+
+    def change(setter: Any, old: Any, new: str) -> None:
+        changes.append((setter, old))
+        setter(new)
+
+    change(figure.set_facecolor, figure.get_facecolor(), PAPER)
+    for axis in figure.axes:
+        change(axis.set_facecolor, axis.get_facecolor(), PAPER)
+        for scale in (axis.xaxis, axis.yaxis):
+            for tick in (*scale.get_major_ticks(), *scale.get_minor_ticks()):
+                for line in (tick.tick1line, tick.tick2line):
+                    change(line.set_color, line.get_color(), INK)
+        if (legend := axis.get_legend()) is not None:
+            change(legend.get_frame().set_facecolor, legend.get_frame().get_facecolor(), PAPER)
+    for text in figure.findobj(Text):
+        change(text.set_color, text.get_color(), INK)
+    for spine in figure.findobj(Spine):
+        change(spine.set_edgecolor, spine.get_edgecolor(), INK)
+    try:
+        yield
+    finally:
+        for setter, old in reversed(changes):
+            setter(old)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import base64
+import html
+import io
+import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import yaml
 from lightning import Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+from torch import nn
 
-from lightning_mhla.callbacks import LearningCurves, RunReport
-from lightning_mhla.callbacks.page import duration, write_page
-from lightning_mhla.callbacks.points import draw_curves
+from lightning_mhla import MHLA, AttentionConfig, BlockLayout
+from lightning_mhla.callbacks import LearningCurves, PeriodicEvaluation, RunReport
+from lightning_mhla.callbacks.markup import Curve, plot
+from lightning_mhla.callbacks.next_steps import next_steps
+from lightning_mhla.callbacks.originals import original_scores
+from lightning_mhla.callbacks.page import LONGEST, duration, fenced, write_page
+from lightning_mhla.callbacks.points import draw_curves, separate_stages
 
 
 class Reader(HTMLParser):
@@ -28,51 +41,222 @@ class Reader(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.loads += [value or "" for name, value in attrs if name in ("src", "href")]
+        self.loads += [value or "" for name, value in attrs if name in ("src", "srcset", "href")]
 
 
 def record(**changes: Any) -> dict[str, Any]:
-    kept = {
+    content = {
         "finished": False, "steps": 1200, "seconds": 61.4, "parameters": 1_000_000, "trained_parameters": 10, "processes": 2,
+        "model": "Model<i>", "network": "", "data": "Photos", "data_options": {"train": "photos/<u>"}, "lr": 0.002,
+        "batch_size": 64, "hardware": "CPU", "precision": "32-true", "usage": {"Ask it": "lightning ask {run} {folder}"},
+        "attention": [{"kind": "mhla", "options": {"lepe": 3}, "layers": 4}, {"kind": "softmax", "options": {}, "layers": 1}],
+        "skipped": [], "matching_steps": 0, "original": {},
         "best": {"metric": "val/loss", "mode": "min", "value": 0.25, "step": 600},
         "metrics": {"val/loss": [[600, 0.25], [900, None], [1200, 0.5]], "val/samples": [[600, 10], [1200, 10]], "val/<b>": [[1, 2.0]]},
         "versions": {"torch": "2.15"},
     }  # fmt: skip
-    return {**kept, **changes}
+    return {**content, **changes}
+
+
+def page_of(run: Path, content: dict[str, Any], training: dict[str, Any] | None = None) -> str:
+    """Write the page of a run, and return it without the style."""
+    write_page(run, run / "checkpoints", content, training)
+    return re.sub(r"<style>.*?</style>", "", (run / "report.html").read_text(), flags=re.S)
+
+
+def text_of(page: str) -> str:
+    """Return the visible text of a page on one line."""
+    return " ".join(html.unescape(re.sub(r"<[^>]*>", " ", page)).split())
 
 
 def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs/<script>"
-    (run / "pictures").mkdir(parents=True)
+    (run / "pictures/dark").mkdir(parents=True)
     (run / "checkpoints").mkdir()
     (run / "lock").touch()
-    for name in ("mixing-step0000100.png", "mixing-step0000200.png", "clips-step0000200.gif"):
+    for name in (
+        "mixing-step0000100.png",
+        "mixing-step0000200.png",
+        "clips-step0000200.gif",
+        "dark/mixing-step0000200.png",
+    ):
         Image.new("L", (4, 4)).save(run / "pictures" / name)
+    stored = PngInfo()
+    stored.add_text("Description", "Look at <em>this</em>.")
+    Image.new("L", (40, 4)).save(run / "pictures/images-step0000200.png", pnginfo=stored)
+    (run / "pictures/broken.png").write_text("<em>")
     (run / "config.yaml").write_text("name: <img src=http://example.org/x>\n")
-    (run / "samples.md").write_text("# step 1\n<script>alert(2)</script> & more\n")
-    write_page(run, run / "checkpoints", record())
-    text = (run / "report.html").read_text()
+    (run / "samples.md").write_text("## step 1\n```\n<script>alert(2)</script> & more\n```\n")
+    page = page_of(run, record(skipped=["No <em> today."]), {"train/loss": [(1, 2.0), (2, 1.0)]})
     reader = Reader()
-    reader.feed(text)
-    assert "script" not in reader.tags
-    assert "b" not in reader.tags
-    assert len(reader.loads) == 3, "the curves, the last mixing and the clips"
+    reader.feed(page)
+    for tag in ("script", "em", "u", "i"):
+        assert tag not in reader.tags
+    assert reader.tags.count("svg") == 2, "the main metric, and the two losses"
+    assert len(reader.loads) == 4, "the last mixing, its dark variant, the clips and the images"
     assert all(re.match(r"data:image/(png|gif);base64,\w", load) for load in reader.loads)
-    assert "mixing-step0000200.png" in text
-    assert "mixing-step0000100.png" not in text
-    assert "<h2>Curves</h2>" in text
-    for words in ("not finished; 1,200 steps, 1 min 01 s, 19.5 steps per second overall", "0.25 at step 600", "2 processes",
-                  "lightning fit --run_dir &#x27;runs/&lt;script&gt;&#x27;", "&amp; more", "torch 2.15"):  # fmt: skip
+    assert "http://example.org" not in " ".join(reader.loads)
+    text = text_of(page)
+    for words in ("not finished", "1,200 steps in 1 min 01 s, 19.54 steps per second", "0.25 at step 600", "2 processes",
+                  "lightning fit --run_dir 'runs/<script>'", "<script>alert(2)</script> & more", "torch 2.15",
+                  "mixing, step 200", "Look at <em>this</em>.", "broken.png is not a picture", "No <em> today.",
+                  "Photos (train=photos/<u>)", "mhla (lepe=3) in 4 layers; softmax in 1 layer", "peak learning rate 0.002",
+                  "1,000,000 parameters, 10 of them trained", "best 0.25 at step 600; lower is better"):  # fmt: skip
         assert words in text, words
+    assert "step 100" not in text, "only the newest picture of a series"
 
 
-def test_drawn_curves_take_the_place_of_others(tmp_path: Path) -> None:
-    Image.new("L", (4, 4)).save(tmp_path / "learning_curves.png")
-    write_page(tmp_path, tmp_path, record())
-    text = (tmp_path / "report.html").read_text()
-    assert "<h2>Curves</h2>" not in text
-    assert text.count("data:image/png;base64,") == 1
+def test_what_comes_first_is_above_what_comes_later(tmp_path: Path) -> None:
+    """Facts, score, reasons and the next command come before samples, curves, attention and the configuration."""
+    (tmp_path / "pictures").mkdir()
+    for name in ("attention", "samples"):
+        Image.new("L", (4, 4)).save(tmp_path / f"pictures/{name}-step0000200.png")
+    (tmp_path / "config.yaml").touch()
+    (tmp_path / "samples.md").write_text("## step 1\n```\na text\n```\n")
+    text = text_of(
+        page_of(tmp_path, record(finished=True, skipped=["No bread."]), {"train/loss": [(1, 2.0), (2, 1.0)]})
+    )
+    order = ["finished", "Data Photos", "0.5 val/loss", "Use it", "Ask it", "lightning validate", "No bread.", "Samples, step 1",
+             "Pictures", "Curves", "Metrics", "Attention attention, step 200", "config.yaml", "Versions"]  # fmt: skip
+    places = [text.index(words) for words in order]
+    assert places == sorted(places)
+
+
+def test_the_next_command_depends_on_the_state_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run, content = tmp_path / "a run", record()
+    (run / "checkpoints").mkdir(parents=True)
+    assert next_steps(run, run / "checkpoints", content) == [], "there is no configuration to resume with"
+    (run / "config.yaml").touch()
+    (resumed,) = next_steps(run, run / "checkpoints", content)
+    assert resumed.command == "lightning fit --config 'a run/config.yaml' --ckpt_path 'a run'"
+    (run / "checkpoints/last.ckpt").touch()
+    commands = [step.command for step in next_steps(run, run / "checkpoints", {**content, "finished": True})]
+    assert commands[0] == "lightning ask --ckpt_path 'a run/checkpoints/last.ckpt' 'a run'"
+    assert commands[-1] == "lightning export 'a run' exported"
+    (run / "lock").touch()
+    (resumed,) = next_steps(run, run / "checkpoints", content)
+    assert resumed.command == "lightning fit --run_dir 'a run'"
+    assert (
+        next_steps(run, run / "checkpoints", {**content, "finished": True})[0].command
+        == "lightning ask --run_dir 'a run' 'a run'"
+    )
+
+
+def test_the_newest_sample_comes_first(tmp_path: Path) -> None:
+    parts = [f"## step {step}\n\n{fenced(f'# text {step}')}\n\n{fenced('```inner```')}\n\n" for step in (10, 20, 30)]
+    (tmp_path / "samples.md").write_text("".join(parts))
+    page = page_of(tmp_path, record())
+    text = text_of(page)
+    assert "Samples, step 30 # text 30 ```inner``` 2 earlier steps step 20 # text 20" in text
+    assert text.index("# text 20") < text.index("# text 10")
+    assert page.index("<details>") > page.index("text 30"), "only earlier samples are folded"
+    (tmp_path / "samples.md").write_text("x" * LONGEST + "\n```\n" + parts[0])
+    assert "Samples, step 10 # text 10" in text_of(page_of(tmp_path, record())), (
+        "what is cut off does not shift the fences"
+    )
+
+
+def test_matching_and_task_loss_are_apart() -> None:
+    points = {
+        "train/loss": [(10, 9.0), (20, 8.0), (30, 2.0), (40, 1.0)],
+        "train/layer_distance": [(10, 9.0), (20, 8.0), (30, 8.0), (40, 8.0)],
+        "val/loss": [(20, 3.0), (40, 1.5)],
+    }
+    assert separate_stages(points, 0) == points
+    assert separate_stages(points, 20) == {
+        "train/loss": [(30, 2.0), (40, 1.0)],
+        "train/layer_distance": [(10, 9.0), (20, 8.0)],
+        "val/loss": [(20, 3.0), (40, 1.5)],
+    }
+    assert "train/loss" not in separate_stages(points, 40)
+
+
+def test_the_score_of_the_original_is_a_line(tmp_path: Path) -> None:
+    content = record(original={"val/loss": 0.125})
+    page = page_of(tmp_path, content)
+    assert "original 0.125" in text_of(page)
+    svg = next(part for part in page.split("<svg")[1:] if "reference" in part)
+    heights = {name: float(height) for name, height in re.findall(r'class="(reference|frame)" d="M52 ([\d.]+)H', svg)}
+    assert heights["reference"] > max(float(y) for y in re.findall(r'<circle [^>]*cy="([\d.]+)"', svg)), (
+        "below both points"
+    )
+    assert "original 0.125" not in text_of(page_of(tmp_path, record()))
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    data = {"class_path": "Mnist", "init_args": {"batch_size": 64, "path": "a", **changes}}
+    model = {
+        "class_path": "M",
+        "init_args": {"pretrained": "original/checkpoints/last.ckpt", "distillation": {"layer_steps": 3}},
+    }
+    return {"model": model, "data": data}
+
+
+def test_scores_of_the_original_come_from_its_run_if_the_data_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("original/checkpoints", "run"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "original/config.yaml").write_text(yaml.safe_dump(config_of(batch_size=8)))
+    (tmp_path / "original/run.json").write_text(
+        json.dumps({"metrics": {"val/accuracy": [[1, 0.5], [2, 0.75]], "val/x": [[1, None]]}})
+    )
+    config = tmp_path / "run/config.yaml"
+    config.write_text(yaml.safe_dump(config_of()))
+    assert original_scores(tmp_path / "run") == {"val/accuracy": 0.75}
+    config.write_text(yaml.safe_dump(config_of(path="b")))
+    assert original_scores(tmp_path / "run") == {}, "other data"
+    content = config_of()
+    del content["model"]["init_args"]["distillation"]
+    config.write_text(yaml.safe_dump(content))
+    assert original_scores(tmp_path / "run") == {}, "a fine-tuned model is not a linearized one"
+    config.write_text("model: [")
+    assert original_scores(tmp_path / "run") == {}
+
+
+def results_of(names: list[str], confusion: list[list[int]], **changes: Any) -> str:
+    picture = io.BytesIO()
+    Image.new("L", (8, 8)).save(picture, "PNG")
+    mistake = {"label": 0, "predicted": 1, "probability": 0.875, "label_probability": 0.0312,
+               "picture": base64.b64encode(picture.getvalue()).decode(), **changes}  # fmt: skip
+    return json.dumps({"step": 1200, "names": names, "confusion": confusion, "mistakes": [mistake]})
+
+
+def test_classes_are_shown_with_their_mistakes(tmp_path: Path) -> None:
+    names = ["cat<s>", "dog", "fox"]
+    (tmp_path / "classes.json").write_text(
+        results_of(names, [[0, 0, 6], [0, 1, 3], [0, 2, 1], [1, 1, 8], [2, 2, 1], [2, 0, 4]])
+    )
+    page = page_of(tmp_path, record())
+    reader = Reader()
+    reader.feed(page)
+    text = text_of(page)
+    assert "s" not in reader.tags
+    assert "15 of 23 validation samples right at step 1,200." in text
+    assert "fox 20.0% 5 cat<s> (4) cat<s> 60.0% 10 dog (3) dog 100.0% 8" in text, "the lowest accuracy first"
+    assert "true cat<s> dog fox cat<s> 6 3 1 dog 8 fox 4 1" in text
+    assert "cat<s> taken for dog dog: 88%, cat<s>: 3.1%" in text
+    many = [f"c{index}" for index in range(30)]
+    (tmp_path / "classes.json").write_text(results_of(many, [[0, 0, 2], [0, 7, 5], [1, 2, 9], [3, 3, 1]]))
+    text = text_of(page_of(tmp_path, record()))
+    assert "Most confused classes true class predicted class samples c1 c2 9 c0 c7 5" in text
+    assert "Confusion matrix" not in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "{}", results_of(["a"], [[0, 5, 1]]), results_of(["a", "b"], [[0, 1, 1]], picture='"><script>')],
+    ids=["not JSON", "empty", "unknown class", "not a picture"],
+)
+def test_broken_results_by_class_do_not_end_a_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / "classes.json").write_text(content)
+    page = page_of(tmp_path, record())
+    assert "classes.json" in text_of(page)
+    assert "<script>" not in page
+    assert "Versions" in text_of(page)
 
 
 def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
@@ -81,10 +265,33 @@ def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
     assert draw_curves({"train/loss": [(1, 0.5), (2, 0.25)], "val/loss": [(2, 0.5)]}, tmp_path / "new/curves.png")
     with Image.open(tmp_path / "new/curves.png") as picture:
         assert picture.format == "PNG"
-    write_page(
-        tmp_path, tmp_path / "checkpoints", record(metrics={"val/samples": [[1, 10], [2, None], [3, 10]]}, best={})
-    )
-    assert "<h2>Curves</h2>" not in (tmp_path / "report.html").read_text(), "only a value that is not finite differs"
+    assert draw_curves({"val/loss": [(1, 0.5), (2, 0.25)]}, tmp_path / "line.png", {"loss": 0.4, "other": 9.0})
+    pixels = np.asarray(Image.open(tmp_path / "line.png").convert("RGB")).reshape(-1, 3)
+    assert (pixels == 128).all(-1).sum() > 100, "the gray line of the original"
+    content = record(metrics={"val/samples": [[1, 10], [2, None], [3, 10]]}, best={})
+    assert "Curves" not in text_of(page_of(tmp_path, content)), "only a value that is not finite differs"
+
+
+def test_a_plot_places_its_points_by_value() -> None:
+    svg = plot("t", [Curve("a", [(0, 1.0), (100, 3.0)]), Curve("b", [(50, 2.0)])])
+    places = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', svg)]
+    (x0, y0), (x1, y1), (x2, y2) = places
+    assert (x2, y2) == pytest.approx(((x0 + x1) / 2, (y0 + y1) / 2), abs=0.11), "halfway"
+    assert x0 < x1
+    assert y0 > y1, "larger values are higher"
+    labels = dict(re.findall(r'y="([\d.]+)" text-anchor="end">([\d.,]+)<', svg))
+    by_value = {float(text): float(y) - 4 for y, text in labels.items()}
+    assert by_value[2] == pytest.approx(y2, abs=0.11), "the tick of 2 is at the height of the point 2"
+    assert "logarithmic" in plot("t", [Curve("a", [(0, 1000.0), (100, 3.0)])])
+    assert "logarithmic" not in plot("t", [Curve("a", [(0, 1000.0), (100, 0.0)])])
+    assert "nan" not in plot("t", [Curve("a", [(0, 5.0)])]), "a single point"
+
+
+def test_long_curves_are_thinned_without_changing_their_ends() -> None:
+    svg = plot("", [Curve("a", [(step, float(step)) for step in range(100_000)])])
+    path = re.findall(r'stroke-linejoin="round" d="M([^"]+)"', svg)[0].split("L")
+    assert len(path) <= 301
+    assert path[-1] == "408.0 15.6", "the last point stays: at the right end, and below a margin of a twenty-second"
 
 
 class Measured(BoringModel):
@@ -118,16 +325,66 @@ def test_curves_and_report_share_one_record(tmp_path: Path, order: int) -> None:
 
 
 def test_a_run_that_has_nothing_yet_has_a_page(tmp_path: Path) -> None:
-    write_page(tmp_path, tmp_path / "checkpoints", record(metrics={}, best={}, steps=0, seconds=0.0, processes=1))
-    text = (tmp_path / "report.html").read_text()
-    assert "No validation yet." in text
+    empty = record(metrics={}, best={}, steps=0, seconds=0.0, processes=1)
+    text = text_of(page_of(tmp_path, empty))
+    assert "No validation yet" in text
     assert "Resume" not in text, "there is no configuration to resume with"
     (tmp_path / "config.yaml").touch()
-    write_page(tmp_path, tmp_path / "checkpoints", record())
-    text = (tmp_path / "report.html").read_text()
-    assert f"lightning fit --config {tmp_path}/config.yaml --ckpt_path {tmp_path}" in text
-    write_page(tmp_path, tmp_path / "checkpoints", record(metrics={"val/loss": [[1, None]]}, best={}))
-    assert "not finite" in (tmp_path / "report.html").read_text()
+    assert "Resume it: lightning fit" in text_of(page_of(tmp_path, record()))
+    text = text_of(page_of(tmp_path, {**empty, "finished": True}, {"train/loss": [(1, 2.0), (2, 1.0)]}))
+    assert "No validation The last train/loss is 1 at step 2." in text
+    assert "not finite" in text_of(page_of(tmp_path, record(metrics={"val/loss": [[1, None]]}, best={})))
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"max_epochs": 2}, []),
+        ({"max_epochs": 2, "check_val_every_n_epoch": 5}, ["No validation: check_val_every_n_epoch=5 is more than the 2 epochs"]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2}, ["The last 2 steps had no validation", "metrics are those of step 4."]),
+        ({"max_steps": 3, "val_check_interval": 2, "check_val_every_n_epoch": None}, ["The last 1 step had no", "val_check_interval=2"]),
+        ({"max_epochs": 1, "limit_val_batches": 0}, ["No validation: limit_val_batches is 0."]),
+    ],
+    ids=["complete", "period above the epochs", "last epoch", "last step", "no batches"],
+)  # fmt: skip
+def test_a_run_says_what_it_skipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], reasons: list[str]
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", limit_train_batches=2, num_sanity_val_steps=0, enable_progress_bar=False, enable_model_summary=False,
+        logger=CSVLogger(tmp_path), callbacks=[RunReport(), Silent(None, at_end=False)],
+        **{"limit_val_batches": 1, **options},
+    )  # fmt: skip
+    trainer.fit(Measured())
+    printed = " ".join(capsys.readouterr().out.split())
+    folder = Path(str(trainer.log_dir))
+    text, content = text_of((folder / "report.html").read_text()), json.loads((folder / "run.json").read_text())
+    missing = "No Silent: every_n_steps is null, and at_end is false."
+    for reason in [*reasons, missing]:
+        assert reason in text
+        assert reason in printed
+        assert reason in " ".join(content["skipped"])
+    assert len(content["skipped"]) == 1 + bool(reasons)
+
+
+class Silent(PeriodicEvaluation):
+    """Evaluation that is never due."""
+
+
+def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
+    )  # fmt: skip
+    model = Measured()
+    config = AttentionConfig("mhla", block_size=4, normalize=False)
+    model.network = nn.ModuleList(MHLA(8, 2, BlockLayout((16,), block_size=4), config) for _ in range(3))
+    trainer.fit(model)
+    content = json.loads((Path(str(trainer.log_dir)) / "run.json").read_text())
+    assert content["attention"] == [{"kind": "mhla", "options": {"block_size": 4, "normalize": False}, "layers": 3}]
+    assert content["model"] == "Measured"
+    assert content["hardware"].startswith("CPU, ")
+    assert content["skipped"] == []
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3725, "1 h 02 min")])

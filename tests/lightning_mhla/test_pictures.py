@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from lightning import LightningModule, Trainer
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from mhla_kernels import attention_matrix
-from torch import nn
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_mhla import MHLA, AttentionConfig, BlockLayout
-from lightning_mhla.callbacks.pictures import (
-    attention_entropy,
-    attention_rank,
-    draw_attention,
-    draw_frames,
-    draw_matrices,
-    draw_mixing,
-    fold_mixing,
-    numbered_layers,
-)
+from lightning_mhla.callbacks import AttentionPictures
+from lightning_mhla.callbacks.maps import draw_attention, draw_frames, draw_matrices, draw_mixing, fold_mixing
+from lightning_mhla.callbacks.pictures import attention_entropy, attention_rank, numbered_layers
+from lightning_mhla.system.figures import make_panels, save_figure, set_title
+
+LAYOUT = BlockLayout((4, 4), (2, 2))
+
+
+def panels(figure: Figure) -> list[Axes]:
+    """Return the axes of a figure that show a picture, without its color scales."""
+    return [axis for axis in figure.axes if axis.get_label() != "<colorbar>"]
 
 
 def test_rank_of_mhla_exceeds_the_bound_of_linear_attention() -> None:
@@ -51,23 +61,27 @@ def test_a_row_is_folded_back_to_the_grid() -> None:
 def test_layers_of_other_grids_are_drawn_beside_each_other() -> None:
     """The stages of a VLT, say."""
     layouts = {"0.0": BlockLayout((6, 4), (3, 2)), "1.0": BlockLayout((3, 2), (1, 2))}
-    figure = draw_attention({"0.0": torch.rand(1, 24, 24), "1.0": torch.rand(2, 6, 6)}, layouts, None, queries=2)
-    assert [axis.get_images()[0].get_array().shape for axis in figure.axes] == [(6, 4)] * 2 + [(3, 2)] * 2
-    assert [tuple(axis.lines[0].get_xydata()[0]) for axis in figure.axes] == [(1, 1), (3, 4), (0, 0), (1, 2)]
-    figure = draw_mixing({"0.0": torch.rand(6, 6), "1.0": torch.rand(2, 2)}, layouts)
-    panels = [axis.get_images()[0].get_array().shape for axis in figure.axes if axis.get_title()]
-    assert panels == [(3 * 4 - 1, 2 * 3 - 1), (1, 2 * 3 - 1)]
+    weights = {"0.0": torch.rand(1, 24, 24), "1.0": torch.rand(2, 6, 6)}
+    figure, _ = draw_attention(weights, layouts, None, 7, queries=2)
+    assert [axis.get_images()[0].get_array().shape for axis in panels(figure)] == [(6, 4)] * 2 + [(3, 2)] * 2
+    assert [tuple(axis.lines[0].get_xydata()[0]) for axis in panels(figure)] == [(1, 1), (3, 4), (0, 0), (1, 2)]
+    figure, _ = draw_mixing({"0.0": torch.rand(6, 6), "1.0": torch.rand(2, 2)}, layouts, 7)
+    shapes = [axis.get_images()[0].get_array().shape for axis in panels(figure)]
+    assert shapes == [(3 * 4 - 1, 2 * 3 - 1), (1, 2 * 3 - 1)]
 
 
 def test_every_layer_gets_a_panel() -> None:
     layout = BlockLayout((4, 4), (2, 2), prefix_tokens=1)
-    figure = draw_mixing({"0": torch.rand(5, 5), "3": torch.rand(3, 5, 5)}, {"0": layout, "3": layout})
-    assert [axis.get_title() for axis in figure.axes if axis.get_title()] == ["layer 0", "layer 3"]
+    figure, _ = draw_mixing({"0": torch.rand(5, 5), "3": torch.rand(3, 5, 5)}, {"0": layout, "3": layout}, 7)
+    titles = [axis.get_title() for axis in figure.axes if axis.get_title()]
+    assert titles == ["layer 0\nall heads", "layer 3\nmean of 3 heads"]
     for channels in (1, 3, 4):
         weights = {number: torch.rand(2, 17, 17) for number in ("1", "2", "5")}
-        figure = draw_attention(weights, dict.fromkeys(weights, layout), torch.rand(channels, 8, 8), queries=4)
-        assert len(figure.axes) == 3 * 5
-        assert [axis.get_ylabel() for axis in figure.axes if axis.get_ylabel()] == ["layer 1", "layer 2", "layer 5"]
+        image = torch.rand(channels, 8, 8)
+        figure, _ = draw_attention(weights, dict.fromkeys(weights, layout), image, 7, queries=4)
+        assert len(panels(figure)) == 3 * 5
+        assert len(figure.axes) == 3 * 5 + 3, "a color scale for each layer"
+        assert [axis.get_ylabel() for axis in panels(figure) if axis.get_ylabel()] == ["layer 1", "layer 2", "layer 5"]
 
 
 @pytest.mark.parametrize(("length", "shown"), [(1, [0]), (5, [0, 1, 2, 3, 4]), (9, [0, 2, 4, 6, 8])])
@@ -77,8 +91,8 @@ def test_attention_in_a_clip_is_drawn_by_frame(length: int, shown: list[int]) ->
     tokens = layout.num_tokens
     weights = torch.arange(float(tokens**2)).view(1, tokens, tokens).repeat(2, 1, 1)
     clip = torch.arange(4.0 * length).view(1, -1, 1, 1).expand(1, -1, 6, 8)  # four frames for one of the grid
-    figure = draw_frames({"1": weights}, layout, clip)
-    axes, middle = figure.axes, length // 2
+    figure, _ = draw_frames({"1": weights}, layout, clip, 7)
+    axes, middle = panels(figure), length // 2
     row = weights[0, (middle * 3 + 1) * 4 + 2].view(length, 3, 4)
     assert [axis.get_title() for axis in axes[: len(shown)]] == [f"frame {frame}" for frame in shown]
     for column, frame in enumerate(shown):
@@ -100,9 +114,116 @@ def test_layers_have_the_numbers_of_the_model() -> None:
 
 def test_sequences_are_drawn_as_whole_matrices() -> None:
     weights = torch.randn(2, 9, 9).tril()  # signed, as rotary makes them
-    figure = draw_matrices({str(index): weights for index in range(5)})
-    panels = [axis for axis in figure.axes if axis.get_title()]
-    assert [axis.get_title() for axis in panels] == [f"layer {index}" for index in range(5)]
-    shown = torch.from_numpy(panels[0].images[0].get_array().filled(float("nan")))
+    figure, _ = draw_matrices({str(index): weights for index in range(5)}, 7)
+    assert [axis.get_title() for axis in panels(figure)] == [f"layer {index}\nmean of 2 heads" for index in range(5)]
+    shown = torch.from_numpy(panels(figure)[0].images[0].get_array().filled(float("nan")))
     assert torch.equal(shown.isnan(), weights[0] == 0)
     torch.testing.assert_close(shown.nansum(-1), torch.ones(9), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize("layers", [1, 3, 12])
+@pytest.mark.parametrize("kind", ["attention", "mixing", "matrices", "frames"])
+def test_no_text_of_a_picture_is_cut_or_overlaps(kind: str, layers: int) -> None:
+    numbers = [f"{index}.11" for index in range(layers)]
+    clip = BlockLayout((2, 2, 4), (1, 1, 1))
+    weights = {number: torch.rand(16, 16, 16) for number in numbers}
+    figure, caption = {
+        "attention": lambda: draw_attention(weights, dict.fromkeys(numbers, LAYOUT), torch.rand(3, 8, 8), 1_234_567),
+        "mixing": lambda: draw_mixing(
+            {number: torch.rand(16, 4, 4) for number in numbers}, dict.fromkeys(numbers, LAYOUT), 1_234_567
+        ),
+        "matrices": lambda: draw_matrices(weights, 1_234_567),
+        "frames": lambda: draw_frames(weights, clip, torch.rand(3, 2, 8, 8), 1_234_567),
+    }[kind]()
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    renderer, width, height = canvas.get_renderer(), figure.bbox.width, figure.bbox.height
+    titles = [
+        text for text in figure.findobj(Text) if text.get_text() and text.get_fontsize() >= 9 and text.get_visible()
+    ]
+    boxes = {text.get_text(): text.get_window_extent(renderer) for text in titles if "layer" in text.get_text()}
+    suptitle = figure.get_suptitle()
+    assert "step 1,234,567" in " ".join(suptitle.split())
+    boxes[suptitle] = next(text for text in titles if text.get_text() == suptitle).get_window_extent(renderer)
+    for text, box in boxes.items():
+        assert 0 <= box.x0 < box.x1 <= width, text
+        assert 0 <= box.y0 < box.y1 <= height, text
+    for first, one in boxes.items():
+        overlapping = [second for second, other in boxes.items() if second != first and one.overlaps(other)]
+        assert not overlapping, (first, overlapping)
+    assert "step 1,234,567" in caption
+
+
+def test_a_picture_has_a_variant_for_dark_screens_and_its_caption(tmp_path: Path) -> None:
+    figure, axes = make_panels(1, 1, (2, 2))
+    set_title(figure, "a title that is far too long for one line of this narrow picture")
+    axes[0].imshow(np.full((4, 4), 0.5), cmap="gray", vmin=0, vmax=1)
+    save_figure(figure, tmp_path / "x.png", "Look at this.")
+    light, dark = (Image.open(tmp_path / name).convert("RGB") for name in ("x.png", "dark/x.png"))
+    assert Image.open(tmp_path / "x.png").info["Description"] == "Look at this."
+    assert light.getpixel((1, 1)) == (255, 255, 255)
+    assert dark.getpixel((1, 1)) == (0x14, 0x17, 0x1C), "the background of the page on a dark screen"
+    middle = (light.width // 2, light.height * 3 // 4)
+    assert light.getpixel(middle) == dark.getpixel(middle) == (128, 128, 128), "data has the same colors"
+    assert min(np.array(light).flatten()) < 60, "dark letters"
+    assert max(np.array(dark).flatten()) > 200, "light letters"
+    save_figure(figure, tmp_path / "again.png", "Look at this.")
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "x.png").read_bytes(), "the figure has its colors again"
+
+
+class Model(LightningModule):
+    """Model with one attention layer, whose validation step logs and uses random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = MHLA(8, 2, LAYOUT, AttentionConfig(block_grid=[2, 2]))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        """Return a loss."""
+        self.log("train/noise", torch.rand(()))
+        return self.layer(batch["x"]).square().mean()
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        """Log a loss."""
+        assert not self.training
+        self.log("val/loss", self.layer(batch["x"]).square().mean() + torch.rand(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return a plain optimizer."""
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"max_epochs": 3, "check_val_every_n_epoch": 1}, [4, 6]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 2}, [4, 6]),
+        ({"max_epochs": 3, "check_val_every_n_epoch": 5}, [6]),
+        ({"max_steps": 3, "val_check_interval": 2}, [3]),
+        ({"max_epochs": 2, "limit_val_batches": 0}, []),
+    ],
+    ids=["every epoch", "period of two", "no validation", "stopped between", "no validation data"],
+)
+def test_the_final_weights_are_always_drawn(tmp_path: Path, options: dict[str, int], steps: list[int]) -> None:
+    samples = [{"x": torch.randn(16, 8)} for _ in range(4)]
+    pictures, model = AttentionPictures(every_n_epochs=2), Model()
+    trainer = Trainer(
+        accelerator="cpu", num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[pictures], **options,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(samples, batch_size=2), DataLoader(samples, batch_size=2))
+    drawn = sorted(path.name for path in (tmp_path / "pictures").glob("*.png"))
+    assert drawn == [f"{name}-step{step:07d}.png" for name in ("attention", "mixing") for step in steps]
+    assert model.training
+    assert not model.layer._forward_pre_hooks
+    assert "log" not in vars(model), "the module logs again"
+    reasons = pictures.skipped_parts(trainer)
+    assert bool(reasons) == (not steps), reasons
+
+
+def test_layers_that_are_too_large_are_named() -> None:
+    pictures, trainer = AttentionPictures(max_tokens=15), Trainer(accelerator="cpu", logger=False)
+    trainer.strategy.connect(Model())
+    trainer.fit_loop.epoch_loop.val_loop._data_source.instance = DataLoader([1])
+    (reason,) = pictures.skipped_parts(trainer)
+    assert "16 tokens are more than max_tokens=15" in reason

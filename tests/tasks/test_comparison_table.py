@@ -451,9 +451,9 @@ def test_a_broken_record_is_an_error_that_names_the_file(changes: dict[str, Any]
 
 
 def test_numbers_that_are_not_finite_are_no_values(tmp_path: Path) -> None:
-    save(tmp_path / "a", metrics={"val/loss": [[2, float("nan")], [1, 1.0]]})
+    save(tmp_path / "a", metrics={"val/loss": [[2, float("nan")], [1, 1.0], [0, 1e308]]})
     (one,) = read_runs([tmp_path])
-    assert one.points("val/loss") == [(1, 1.0), (2, None)]
+    assert one.points("val/loss") == [(0, None), (1, 1.0), (2, None)]
     assert compared(one)[0]["val/loss"] == "not finite"
 
 
@@ -468,6 +468,7 @@ def test_folders_of_runs_without_a_record_are_named(tmp_path: Path, capsys: pyte
     registry.run("compare", [str(tmp_path), "--csv"])
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
+    assert "There is one run, so there is nothing to compare it with.\n" in err, "remarks do not get into the CSV"
     assert f"left out, because they have no run.json (not validated yet, or no RunReport): {waiting}\n" in err
     with pytest.raises(SystemExit, match=r"nowhere is not a folder"):
         registry.run("compare", [str(tmp_path / "nowhere")])

@@ -128,6 +128,14 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
     assert "failed: nope=1; the same command tries them again" in capsys.readouterr().err
 
 
+def test_the_progress_of_a_run_is_that_of_its_last_validation(tmp_path: Path) -> None:
+    assert sweep._position(tmp_path) == ""
+    record(tmp_path, {}, finished=False)
+    assert sweep._position(tmp_path) == ", step 1,200: val/loss 0.5"
+    record(tmp_path, {}, best={})
+    assert sweep._position(tmp_path) == ""
+
+
 def test_jobs_are_submitted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -64,6 +64,9 @@ class CaptionedDiffusion(GenerativeModule):
         ValueError: if sampling uses guidance but the model is trained without caption dropout.
     """
 
+    usage: ClassVar[dict[str, str]] = {
+        "Draw from a caption": "lightning predict {run} --data.prompts.prompts='[CAPTION]'"
+    }
     output_names = ("proj_out", "scale_shift_table")
 
     predict_batch = ("caption", "file", "index", "seed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from lightning import Callback
@@ -13,11 +13,13 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 from typing_extensions import override
 
+from lightning_mhla.callbacks import RunReport
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import NamesClasses
 from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision.preprocessing import Preprocessing
 from mhla_tasks.classification.predict import PredictionTable
+from mhla_tasks.classification.results import ClassResults
 
 Stage = Literal["val", "test"]
 
@@ -56,6 +58,7 @@ class Classifier(NamesClasses):
         ValueError: if the number of class names is not ``num_classes``.
     """
 
+    usage: ClassVar[dict[str, str]] = {"Classify images": "lightning predict {run} --data.predict_dir=IMAGES"}
     network: Any
     output_names: tuple[str, ...] = ("head", "proj", "norm")
     train_batch = ("image", "label")
@@ -90,6 +93,13 @@ class Classifier(NamesClasses):
                 num_classes=num_classes,
             )
         self.val_metrics, self.test_metrics = _metrics(num_classes), _metrics(num_classes)
+
+    @override
+    def configure_callbacks(self) -> list[Callback]:
+        """Return the callbacks of all training modules and, for a run with a report, the one that records results by class."""
+        reports = any(isinstance(callback, RunReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
+        records_classes = [ClassResults()] if reports and self.trainer.state.fn == "fit" else []
+        return [*records_classes, *super().configure_callbacks()]
 
     @override
     def prediction_callbacks(self) -> list[Callback]:
@@ -188,9 +198,13 @@ class Classifier(NamesClasses):
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Update the validation metrics with the scores of one batch."""
-        self._evaluate(batch, "val")
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Update the validation metrics with the scores of one batch.
+
+        Returns:
+            A dict with the class scores of all images, ``scores`` ``[B, num_classes]``.
+        """
+        return {"scores": self._evaluate(batch, "val")}
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Update the test metrics with the scores of one batch."""
@@ -206,10 +220,10 @@ class Classifier(NamesClasses):
         decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
         return {"probability": probabilities[decoded], "index": batch["index"][decoded]}
 
-    def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> None:
-        scores = self(batch["image"])
+    def _evaluate(self, batch: dict[str, Tensor], stage: Stage) -> Tensor:
+        all_scores = self(batch["image"])
         valid = batch["valid"]
-        scores, labels = scores[valid], batch["label"][valid]
+        scores, labels = all_scores[valid], batch["label"][valid]
         metrics = self.val_metrics if stage == "val" else self.test_metrics
         if len(labels):
             metrics["loss"].update(F.cross_entropy(scores, labels, reduction="none"))
@@ -219,6 +233,7 @@ class Classifier(NamesClasses):
                     metrics[name].update(scores, labels)
         for name, metric in metrics.items():
             self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "accuracy", batch_size=len(valid))
+        return all_scores
 
 
 def _metrics(num_classes: int) -> MetricCollection:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import Callback
@@ -73,6 +73,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
     """
 
     network: DiT
+    usage: ClassVar[dict[str, str]] = {
+        "Draw images of the first class": "lightning predict {run} --data.samples.classes=[0]"
+    }
     train_batch = ("latent|image", "label")
     evaluation_batch = ("latent|image", "label", "index")
     predict_batch = ("label", "index", "seed")

@@ -7,7 +7,7 @@ answers.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 from lightning import Callback
 from torch import Tensor, nn
@@ -49,6 +49,10 @@ class CausalLanguageModel(TrainingModule):
     network: PreTrainedModel
     shares_sequences = True
 
+    usage: ClassVar[dict[str, str]] = {
+        "Continue a text": 'lightning generate {folder} "PROMPT"',
+        "Talk to it": "lightning chat {folder}",
+    }
     train_batch = ("tokens",)
     evaluation_batch = ("tokens", "bytes")
     predict_batch = ("prompt", "index")

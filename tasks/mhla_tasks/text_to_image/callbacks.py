@@ -11,6 +11,7 @@ from lightning import Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.files import write_whole
 from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
 from mhla_tasks.captioned.module import CaptionedDiffusion
@@ -59,8 +60,11 @@ class ImagePictures(DrawnSamples):
         """
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
-        pictures.mkdir(parents=True, exist_ok=True)
-        figure.savefig(pictures / f"images-step{step:07d}.png", dpi=110)
+        caption = (
+            f"Images drawn from captions at step {step:,}, from the same noise at every step. Look for what the caption names: "
+            "objects, colors, counts and positions."
+        )
+        save_figure(figure, pictures / f"images-step{step:07d}.png", caption)
         log_figure(trainer, "images", figure)
 
 

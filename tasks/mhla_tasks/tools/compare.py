@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.system.listing import shown
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.curves import draw, drawn_metrics
 from mhla_tasks.tools.comparison.formats import as_csv, as_latex, as_markdown, print_table
 from mhla_tasks.tools.comparison.groups import group_runs, remarks
@@ -62,6 +63,7 @@ def compare(
             "json": lambda: json.dumps(as_json(runs), indent=1) + "\n",
         }
         sys.stdout.write(texts[form]())
+        sys.stderr.write("".join(f"{remark}\n" for remark in map(harmless, remarks(groups))))
     if page is not None:
         write_page(page, f"Comparison of {', '.join(map(shown, folders))}", groups, metrics, missing)
         sys.stderr.write(f"page: {shown(page)}\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 from lightning import Trainer
 from torch import Tensor
 
+from lightning_mhla.system.figures import save_figure
 from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.video.module import VideoDiffusion
@@ -54,7 +55,10 @@ class ClipPictures(DrawnSamples):
         """
         pictures, step = folder / "pictures", trainer.global_step
         figure = draw_strips(list(zip(self.prompts, samples, strict=True)), self.frames)
-        pictures.mkdir(parents=True, exist_ok=True)
-        figure.savefig(pictures / f"clips-step{step:07d}.png", dpi=110)
+        caption = (
+            f"Clips drawn from captions at step {step:,}, from the same noise at every step; a row shows the frames of a clip. "
+            "Look for objects that keep their shape from frame to frame, and for the motion that the caption names."
+        )
+        save_figure(figure, pictures / f"clips-step{step:07d}.png", caption)
         write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps)
         log_figure(trainer, "clips", figure)

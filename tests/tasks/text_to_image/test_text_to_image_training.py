@@ -110,7 +110,7 @@ def test_pictures_and_scores_are_drawn_on_two_processes(server: ForkServer, tmp_
     ]
     path.write_text(yaml.safe_dump(content))
     fit(server, tmp_path, "fit", "--config", str(path), "--trainer.devices=2", "--trainer.strategy=ddp")
-    pictures = sorted(file.name for file in (tmp_path / "drawn/pictures").iterdir())
+    pictures = sorted(file.name for file in (tmp_path / "drawn/pictures").glob("*.*"))
     assert pictures == ["images-step0000000.png", "images-step0000002.png"]
     (line,) = (tmp_path / "drawn/scenes.jsonl").read_text().splitlines()
     assert json.loads(line)["images"] == 2

@@ -7,6 +7,7 @@ have a value.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -122,7 +123,7 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
         y = scale.y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for step, label in _ticks(*scale.steps, 4):
+    for step, label in _ticks(*scale.steps, 5):
         x = scale.x(step)
         anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"  # a label at the right edge would be cut
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
@@ -193,7 +194,7 @@ def _ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
         high: upper end of the axis, above ``low``.
         count: approximate number of ticks.
     """
-    least = (high - low) / count
+    least = max((high - low) / count, sys.float_info.min)  # the logarithm of zero is not defined
     exponent = math.floor(math.log10(least))
     distance, exponent = next(
         (factor * 10.0**exponent, exponent + (factor == 10))

@@ -58,17 +58,18 @@ figure svg:not(.swatch) { width: 100%; height: auto; display: block }
 svg text { fill: currentColor; font-size: 11px; opacity: .8 } .grid { stroke: var(--line); stroke-width: .6; fill: none }
 .series { fill: none; stroke: var(--color); stroke-linejoin: round } .series[hidden] { display: none }
 .mean { stroke-width: 2.2 } .thin { stroke-width: 1; opacity: .45 } circle { fill: var(--color); stroke: none }
-img { max-width: 100%; background: #fff; border-radius: .3rem; display: block }
+img { max-width: 100%; height: auto; border-radius: .3rem; display: block }
 pre { background: var(--tint); padding: .7rem; overflow: auto; max-height: 26rem; border-radius: .3rem; margin: .4rem 0 }
 summary { cursor: pointer; margin: .5rem 0 } ul.remarks { margin: .6rem 0; padding-left: 1.2rem }
-.g0 { --color: #0b6bb5 } .g1 { --color: #cf5200 } .g2 { --color: #00845f } .g3 { --color: #b83f86 }
-.g4 { --color: #8a6a00 } .g5 { --color: #0e93a8 } .g6 { --color: #7a45b5 } .g7 { --color: #666 }
+.g0 { --color: #1f6feb } .g1 { --color: #bc4c00 } .g2 { --color: #1a7f37 } .g3 { --color: #8250df }
+.g4 { --color: #bf3989 } .g5 { --color: #8a6a00 } .g6 { --color: #0e8a9e } .g7 { --color: #6e7781 }
 @media (prefers-color-scheme: dark) {
-  :root { --paper: #16181c; --shade: #fff3 }
-  body { color: #e4e6ea } a { color: #8ab8ff }
-  .g0 { --color: #5aaef0 } .g1 { --color: #ff9350 } .g2 { --color: #35cf9c } .g3 { --color: #f08cc4 }
-  .g4 { --color: #e6c33c } .g5 { --color: #56d3e6 } .g6 { --color: #bd93f5 } .g7 { --color: #b8b8b8 }
+  :root { --paper: #14171c; --shade: #fff3 }
+  body { color: #e6e8eb } a { color: #79b8ff }
+  .g0 { --color: #79b8ff } .g1 { --color: #ffab70 } .g2 { --color: #7ee2a0 } .g3 { --color: #c9a6ff }
+  .g4 { --color: #ff9bce } .g5 { --color: #e6c33c } .g6 { --color: #56d3e6 } .g7 { --color: #b1bac4 }
 }
+@media (max-width: 40rem) { .side img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) } }
 """
 
 SCRIPT = """
@@ -200,7 +201,7 @@ def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: 
     if any(cell.spread for row in table.rows for cell in row):
         sentences.insert(0, "Mean ± standard deviation over runs that differ only in their seed.")
     if any(cell.best for row in table.rows for cell in row):
-        sentences.append("The best value of a column is bold; a difference smaller than the deviation is no evidence.")
+        sentences.append("The best value of a column is bold; a difference smaller than the deviation is not evidence.")
     sentences.append("Click a heading to sort, and a seed to read the report of its run.")
     heads = f"<th>row{''.join(map(_head, shown.columns))}<th>seeds"
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
@@ -214,7 +215,8 @@ def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: 
 def _head(column: Column) -> str:
     meaning = {"min": "lower is better", "max": "higher is better", None: column.key}[column.better]
     title = f' title="{_text(meaning)}"' if meaning else ""
-    return f'<th class="{column.kind}"{title}><button>{_text(column.title)}</button>'
+    heading = _text(column.title).replace(f" {ARROWS[column.better]}", f"&nbsp;{ARROWS[column.better]}")
+    return f'<th class="{column.kind}"{title}><button>{heading}</button>'
 
 
 def _cell(cell: Cell, column: Column) -> str:

@@ -26,6 +26,9 @@ ORDER = "runs.json"
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 """Configuration keys with the location of a run. They do not count as differences between runs."""
 
+LARGEST = 1e300
+"""Values of metrics from here on count as not finite."""
+
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
 
@@ -177,8 +180,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _finite(value: Any) -> float | None:
-    return float(value) if value is not None and math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    """Return a value as a float; None if it is not finite, or so large that a mean could overflow."""
+    return float(value) if value is not None and abs(value) < LARGEST else None
 
 
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:

@@ -131,8 +131,9 @@ def _curves(results: Mapping[str, Any]) -> str:
         for name, points in results[stage]["curves"].items()
         if name in MEANING
     }
+    originals = {name.split("/", 1)[1]: value for name, value in results["original"].items() if name in MEANING}
     picture = io.BytesIO()
-    return f"<h2>Training</h2>{_picture(picture)}" if draw_curves(curves, picture) else ""
+    return f"<h2>Training</h2>{_picture(picture)}" if draw_curves(curves, picture, originals) else ""
 
 
 def _picture(content: io.BytesIO) -> str:

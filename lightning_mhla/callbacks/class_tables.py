@@ -1,0 +1,145 @@
+"""Section of a report about a classifier: accuracy by class, confusion matrix and the worst mistakes.
+
+The section is built from ``classes.json`` in the folder of the run. The callback of image classification writes that file; any
+other classifier may write one.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.callbacks.markup import plural
+from lightning_mhla.system.untrusted import read_json
+
+CLASSES = "classes.json"
+"""Name of the file, in the folder of a run, with the results by class. It has these entries:
+
+- ``step``: optimizer step of the validation;
+- ``names``: names of the classes, in the order of their labels;
+- ``confusion``: triples of true label, predicted label and number of samples, without zeros;
+- ``mistakes``: wrongly classified samples, the worst first. A sample has ``label``, ``predicted``, ``probability`` (of the
+  predicted class), ``label_probability`` and ``picture``, a PNG file in base64."""
+
+MOST_CLASSES = 20
+"""Number of classes up to which the confusion matrix is shown, and number of classes in the table of accuracies."""
+MOST_PAIRS = 10
+"""Number of confused pairs that are listed if there are too many classes for the matrix."""
+
+
+def class_section(folder: Path) -> str:
+    """Return the section about classes as HTML; empty if the run has no results by class.
+
+    Args:
+        folder: folder of the run, with :data:`CLASSES`.
+
+    Raises:
+        ValueError: if the file is broken.
+    """
+    path = folder / CLASSES
+    if not path.exists():
+        return ""
+    content = read_json(path)
+    try:
+        names = [str(name) for name in content["names"]]
+        counts: dict[int, dict[int, int]] = defaultdict(dict)
+        for label, predicted, count in content["confusion"]:
+            counts[int(label)][int(predicted)] = int(count)
+        total = sum(sum(row.values()) for row in counts.values())
+        right = sum(row.get(label, 0) for label, row in counts.items())
+        summary = f"{right:,} of {plural(total, 'validation sample')} right at step {int(content['step']):,}."
+        confusions = _matrix(names, counts) if len(names) <= MOST_CLASSES else _pairs(names, counts)
+        tables = f'<div class="sides"><div>{_accuracies(names, counts)}</div><div>{confusions}</div></div>'
+        parts = [f"<h2>Classes</h2><p>{summary}</p>", tables, _mistakes(names, content["mistakes"])]
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a file of results by class: {error!r}; remove it, and validate again"
+        ) from None
+    return "".join(parts)
+
+
+def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
+    """Return a table of classes with their accuracies, the lowest first."""
+    rows = []
+    for label, row in counts.items():
+        total = sum(row.values())
+        wrong = {predicted: count for predicted, count in row.items() if predicted != label}
+        most = max(wrong, key=lambda predicted: wrong[predicted], default=None)
+        mistaken = "" if most is None else f"{html.escape(names[most])} ({wrong[most]:,})"
+        accuracy = row.get(label, 0) / total
+        bar = f'<span class="rail"><span class="bar" style="width: {accuracy:.0%}"></span></span>'
+        cells = f'<td class="n">{accuracy:.1%}</td><td>{bar}</td><td class="n">{total:,}</td><td>{mistaken}</td>'
+        rows.append((accuracy, f"<tr><td>{html.escape(names[label])}</td>{cells}</tr>"))
+    rows.sort(key=lambda row: row[0])
+    head = '<tr><th>class<th class="n">accuracy<th><th class="n">samples<th>taken for</tr>'
+    shown = "".join(row for _, row in rows[:MOST_CLASSES])
+    left_out = len(rows) - MOST_CLASSES
+    note = f'<p class="muted">{plural(left_out, "class", "classes")} with higher accuracy not shown.</p>'
+    table = f'<div class="scroll"><table>{head}{shown}</table></div>{note if left_out > 0 else ""}'
+    return f"<h3>Accuracy by class, lowest first</h3>{table}"
+
+
+def _matrix(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
+    head = "".join(f"<th>{html.escape(name)}" for name in names)
+    rows = []
+    for label, name in enumerate(names):
+        row = counts.get(label, {})
+        total = sum(row.values()) or 1
+        cells = "".join(_cell(row.get(predicted, 0), total) for predicted in range(len(names)))
+        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+    caption = (
+        "Rows are the true classes, columns the predicted ones; a color is the share of a row. Look for colored cells off the "
+        "diagonal: they are pairs of classes that the model confuses. If both cells of a pair are colored, the model cannot "
+        "tell the two apart; if only one is, it prefers one class."
+    )
+    table = f'<div class="scroll"><table class="matrix"><tr><th class="muted">true</th>{head}</tr>{"".join(rows)}</table></div>'
+    return f"<h3>Confusion matrix</h3><figure>{table}<figcaption>{caption}</figcaption></figure>"
+
+
+def _cell(count: int, total: int) -> str:
+    if not count:
+        return "<td></td>"
+    return f'<td style="background: rgb(var(--share) / {0.1 + 0.45 * count / total:.2f})">{count:,}</td>'
+
+
+def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
+    """Return a table of the most frequent pairs of true and predicted class that differ."""
+    pairs = [
+        (count, label, predicted)
+        for label, row in counts.items()
+        for predicted, count in row.items()
+        if predicted != label
+    ]
+    pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
+    rows = "".join(
+        f'<tr><td>{html.escape(names[label])}</td><td>{html.escape(names[predicted])}</td><td class="n">{count:,}</td></tr>'
+        for count, label, predicted in pairs[:MOST_PAIRS]
+    )
+    head = '<tr><th>true class<th>predicted class<th class="n">samples</tr>'
+    return f'<h3>Most confused classes</h3><div class="scroll"><table>{head}{rows}</table></div>' if rows else ""
+
+
+def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> str:
+    figures = []
+    for mistake in mistakes:
+        data = mistake["picture"]
+        if not re.fullmatch(r"[A-Za-z0-9+/]+=*", data):
+            raise ValueError("a picture is not base64")
+        label, predicted = html.escape(names[mistake["label"]]), html.escape(names[mistake["predicted"]])
+        text = (
+            f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {float(mistake['probability']):.0%}, "
+            f"{label}: {float(mistake['label_probability']):.1%}"
+        )
+        image = f'<img alt="{label} taken for {predicted}" src="data:image/png;base64,{data}">'
+        figures.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>")
+    if not figures:
+        return ""
+    note = (
+        "Samples whose true class got the lowest probability, with the model's probabilities. Look for wrong labels, several "
+        "objects, and cuts that hide the object, before you change the model."
+    )
+    return f'<h3>Worst mistakes</h3><p class="muted">{note}</p><div class="mistakes">{"".join(figures)}</div>'

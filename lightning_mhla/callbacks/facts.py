@@ -1,0 +1,168 @@
+"""Facts about a run for its report: what is trained, on which machine, and which parts of the report were skipped and why."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from lightning import LightningModule, Trainer
+
+from lightning_mhla.attention import AttentionConfig
+from lightning_mhla.callbacks.markup import plural
+from lightning_mhla.callbacks.pictures import numbered_layers
+from lightning_mhla.system.hyperparameters import plain
+from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.steps import steps_of_run
+
+
+@runtime_checkable
+class SkipsParts(Protocol):
+    """Protocol of callbacks that can say which of their parts a run went without."""
+
+    def skipped_parts(self, trainer: Trainer) -> list[str]:
+        """Return a sentence for each part that this callback skipped until now, with the reason and the option to change."""
+
+
+def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+    """Describe what a run trains, as plain data for ``run.json``.
+
+    Args:
+        trainer: trainer of the run.
+        module: module that is trained.
+
+    Returns:
+        Dict with ``model`` and ``data`` (class names), ``data_options`` (other options of the data that differ from their
+        defaults, without secrets), ``attention`` (list of kinds, each with the number of layers and the options that differ
+        from their defaults), ``network`` (class of the network), ``lr`` (peak learning rate or None), ``batch_size``,
+        ``hardware``, ``precision`` and ``usage`` (commands to use the model with, by purpose).
+    """
+    data = getattr(trainer, "datamodule", None)
+    network = getattr(module, "network", None)
+    rate = getattr(module, "lr", None)
+    return {
+        "model": type(module).__name__,
+        "network": type(network).__name__ if network is not None else "",
+        "data": type(data).__name__ if data is not None else "",
+        "data_options": _changed_options(data) if data is not None else {},
+        "attention": _attention(module),
+        "lr": rate if isinstance(rate, int | float) else None,
+        "batch_size": getattr(data, "batch_size", None),
+        "hardware": _hardware(trainer),
+        "precision": str(trainer.precision),
+        "usage": dict(getattr(module, "usage", {})),
+    }
+
+
+def _changed_options(data: Any) -> dict[str, Any]:
+    """Return the hyperparameters of a data module that differ from the defaults of its constructor, without secrets."""
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(type(data)).parameters.items()
+        if parameter.default is not inspect.Parameter.empty
+    }
+    initial = plain(defaults)
+    options = plain(redacted(dict(data.hparams)))
+    return {
+        name: _plain_value(value)
+        for name, value in options.items()
+        if value is not None
+        and name[0] != "_"
+        and name != "batch_size"
+        and (name not in initial or initial[name] != value)
+    }
+
+
+def _plain_value(value: Any) -> Any:
+    return value if isinstance(value, bool | int | float | str | list) else str(value)
+
+
+def _attention(module: LightningModule) -> list[dict[str, Any]]:
+    """Return the attention layers of a model, grouped by kind and options."""
+    groups: list[dict[str, Any]] = []
+    for layer in numbered_layers(module).values():
+        options = _attention_options(layer.config)
+        group = next((group for group in groups if (group["kind"], group["options"]) == (layer.kind, options)), None)
+        if group is None:
+            group = {"kind": layer.kind, "options": options, "layers": 0}
+            groups.append(group)
+        group["layers"] += 1
+    return groups
+
+
+def _attention_options(config: AttentionConfig) -> dict[str, Any]:
+    """Return the options of an attention layer, except its kind, that differ from the defaults of the kind."""
+    defaults = plain(asdict(AttentionConfig(config.kind)))
+    return {
+        name: _plain_value(value)
+        for name, value in plain(asdict(config)).items()
+        if name != "kind" and value != defaults.get(name)
+    }
+
+
+def _hardware(trainer: Trainer) -> str:
+    device = trainer.strategy.root_device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        return name if trainer.world_size == 1 else f"{trainer.world_size} x {name}"
+    threads = plural(torch.get_num_threads(), "thread")
+    processes = "" if trainer.world_size == 1 else f"{trainer.world_size} processes, each with "
+    return f"{device.type.upper()}, {processes}{threads}{_processor()}"
+
+
+def _processor() -> str:
+    """Return the name of the processor after a comma; empty if the system does not tell it."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    return next((f", {line.partition(':')[2].strip()}" for line in lines if line.startswith("model name")), "")
+
+
+def skipped_parts(trainer: Trainer, points: Mapping[str, list[tuple[int, float]]]) -> list[str]:
+    """Return a sentence for each part of a report that the run went without, with the reason and the option to change.
+
+    Args:
+        trainer: trainer of the run, at its end.
+        points: (step, value) pairs of the validation metrics, by name.
+    """
+    parts = _skipped_validation(trainer, points)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
+        if isinstance(callback, SkipsParts):
+            parts += callback.skipped_parts(trainer)
+    return parts
+
+
+def _skipped_validation(trainer: Trainer, points: Mapping[str, list[tuple[int, float]]]) -> list[str]:
+    if not trainer.enable_validation:
+        reason = "limit_val_batches is 0" if trainer.limit_val_batches == 0 else "the data has no validation set"
+        return [f"No validation: {reason}."]
+    last = max((values[-1][0] for values in points.values() if values), default=0)
+    step = trainer.global_step
+    if last == step:
+        return []
+    reason = _validation_period(trainer)
+    if not last:
+        return [f"No validation: {reason}."]
+    return [
+        f"The last {plural(step - last, 'step')} had no validation: {reason}. The metrics are those of step {last:,}."
+    ]
+
+
+def _validation_period(trainer: Trainer) -> str:
+    """Say how often a run validates, and which option to change for a validation at its end."""
+    epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    if epochs is None or interval not in (1.0, None):
+        unit = "" if isinstance(interval, int) else " of an epoch"
+        return f"val_check_interval={interval:g}{unit} does not end where the {_length(trainer)} end"
+    done = plural(trainer.current_epoch, "epoch")
+    if epochs > trainer.current_epoch:
+        return f"check_val_every_n_epoch={epochs} is more than the {done} of the run; set --trainer.check_val_every_n_epoch=1"
+    return f"check_val_every_n_epoch={epochs} does not divide the {done} of the run"
+
+
+def _length(trainer: Trainer) -> str:
+    steps = steps_of_run(trainer)
+    return plural(int(steps), "step") if math.isfinite(steps) else plural(trainer.global_step, "step")

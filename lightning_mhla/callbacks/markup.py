@@ -1,0 +1,255 @@
+"""Building blocks of the web pages that report on runs: style, document, figures and plots.
+
+A page is one file without scripts. It loads nothing from elsewhere: pictures are embedded, and curves are drawn as SVG. All
+functions escape the texts that they are given, except arguments that are named ``body`` or ``content``, which are HTML.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from lightning_mhla.system.numbers import rounded
+
+STYLE = """
+:root { color-scheme: light dark; --page: #fff; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --panel: #f6f8fa;
+  --series0: #1f6feb; --series1: #bc4c00; --series2: #1a7f37; --series3: #8250df; --share: 31 111 235 }
+@media (prefers-color-scheme: dark) { :root { --page: #14171c; --ink: #e6e8eb; --soft: #9aa4af; --line: #343b44;
+  --panel: #1d2127; --series0: #79b8ff; --series1: #ffab70; --series2: #7ee2a0; --series3: #c9a6ff; --share: 121 184 255 } }
+* { box-sizing: border-box }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 1.2rem auto; padding: 0 1rem;
+  background: var(--page); color: var(--ink) }
+h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem }
+h3 { font-size: 1rem; margin: 1rem 0 .3rem } p { margin: .3rem 0 }
+.muted { color: var(--soft) }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse }
+th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+pre { background: var(--panel); padding: .6rem .8rem; overflow: auto; max-height: 30rem; border-radius: .4rem; margin: .3rem 0 }
+pre.command, pre.sample { white-space: pre-wrap; overflow-wrap: anywhere } pre.command span { display: inline-block }
+summary { cursor: pointer }
+figure { margin: .6rem 0 } figcaption { font-size: .87rem; color: var(--soft); max-width: 46rem }
+.sides figcaption { max-width: 26rem }
+img { max-width: 100%; height: auto; border-radius: .3rem } svg { width: 100%; height: auto; display: block }
+svg text { font: 12px system-ui, sans-serif; fill: var(--soft) }
+svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-dasharray: 5 4 }
+.key { display: inline-block; width: 1.1rem; height: .2rem; margin: 0 .3rem .2rem .8rem; vertical-align: middle }
+.key:first-child { margin-left: 0 }
+.top { display: grid; grid-template-columns: minmax(0, 1fr) minmax(0, 1.1fr); grid-template-rows: max-content 1fr;
+  grid-template-areas: "facts score" "next score"; gap: .5rem 2rem; margin: .8rem 0 }
+.facts { grid-area: facts } .main { grid-area: score } .next { grid-area: next }
+.facts { display: grid; grid-template-columns: max-content minmax(0, 1fr); gap: .15rem 1rem; margin: 0; align-content: start }
+.facts dt { color: var(--soft) } .facts dd { margin: 0; overflow-wrap: anywhere }
+.score { font-size: 2rem; line-height: 1.2; font-variant-numeric: tabular-nums }
+.curves { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 19rem), 1fr)); gap: 0 1.5rem }
+.badge { font-size: .8rem; border: 1px solid var(--line); border-radius: 1rem; padding: .1rem .6rem; margin-left: .5rem;
+  white-space: nowrap; vertical-align: middle; font-weight: 400 }
+.note { border-left: .25rem solid var(--series1); background: var(--panel); padding: .4rem .8rem; margin: .8rem 0 }
+.note ul { margin: .2rem 0; padding-left: 1.2rem }
+.matrix td, .matrix th { padding: .1rem .35rem; text-align: center; border: 1px solid var(--page); min-width: 1.7rem;
+  font-variant-numeric: tabular-nums }
+.matrix tr > th:first-child { text-align: right }
+.bar { display: inline-block; height: .6rem; background: var(--series0); border-radius: .2rem; vertical-align: middle }
+.rail { display: inline-block; width: 7rem; background: var(--line); border-radius: .2rem; line-height: .6rem }
+.sides { display: flex; flex-wrap: wrap; gap: 0 3rem } .sides > div { max-width: 100% }
+.top h2 { margin-top: 1.2rem }
+.mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: .8rem; max-width: 56rem }
+.mistakes figure { margin: 0 } .mistakes img { width: 100%; image-rendering: pixelated }
+@media (max-width: 44rem) {
+  .top { grid-template-columns: minmax(0, 1fr); grid-template-areas: "facts" "score" "next" }
+  .facts { grid-template-columns: minmax(0, 1fr); gap: 0 }
+  .facts dd { margin-bottom: .35rem } .rail { width: 3.5rem }
+  .wide img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) }
+  th, td { padding-right: .5rem }
+  .matrix td, .matrix th { padding: .1rem; min-width: 1.5rem; font-size: .85rem }
+}
+"""
+"""Style of all pages, for light and dark screens and for phones."""
+
+
+def document(title: str, body: str) -> str:
+    """Return a complete HTML document.
+
+    Args:
+        title: title of the browser window, as text.
+        body: HTML of the page.
+    """
+    head = (
+        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
+    )
+    return f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """Format a count with its noun, such as ``1 layer`` or ``1,200 layers``; ``many`` is the plural if it does not end in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"
+
+
+def embedded(kind: str, content: bytes) -> str:
+    """Return the address of an embedded picture.
+
+    Args:
+        kind: MIME type of the picture, such as ``image/png``.
+        content: bytes of the picture file.
+    """
+    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def picture(caption: str, kind: str, content: bytes, width: int, dark: bytes | None = None) -> str:
+    """Return an embedded picture with a caption as an HTML figure.
+
+    On a phone, a picture is shown in at least half of its size, so that its texts stay readable. If it is then wider than the
+    screen, it scrolls inside the figure.
+
+    Args:
+        caption: text of the caption.
+        kind: MIME type of the picture, such as ``image/png``.
+        content: bytes of the picture file.
+        width: width of the picture in pixels.
+        dark: bytes of the variant for dark screens; None if there is none.
+    """
+    text = html.escape(caption)
+    image = f'<img alt="{text}" src="{embedded(kind, content)}">'
+    if dark is not None:
+        source = f'<source media="(prefers-color-scheme: dark)" srcset="{embedded(kind, dark)}">'
+        image = f"<picture>{source}{image}</picture>"
+    return f'<figure><div class="scroll wide" style="--width: {width}px">{image}</div><figcaption>{text}</figcaption></figure>'
+
+
+class Curve(NamedTuple):
+    """Curve of a plot.
+
+    Attributes:
+        name: name in the legend.
+        points: (step, value) pairs in ascending order of steps.
+    """
+
+    name: str
+    points: Sequence[tuple[float, float]]
+
+
+WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 210, 52, 34, 8, 12
+"""Size of a plot and its margins, in pixels of the SVG."""
+LONGEST_CURVE = 300
+"""Number of points above which a curve is thinned by averaging neighbors."""
+LOG_RATIO = 50
+"""Ratio of the largest to the smallest value from which the value axis is logarithmic."""
+
+
+def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | None = None) -> str:
+    """Draw curves against the optimizer step as an HTML figure with an SVG and a legend. The colors follow the theme.
+
+    Args:
+        title: title of the plot, as text.
+        curves: curves with finite values, at least one of them with a point.
+        reference: name and value of a horizontal line; None for no line.
+    """
+    curves = [Curve(curve.name, _thinned(curve.points)) for curve in curves if curve.points]
+    steps = [step for curve in curves for step, _ in curve.points]
+    values = [value for curve in curves for _, value in curve.points] + ([reference[1]] if reference else [])
+    logarithmic = min(values) > 0 and max(values) / min(values) > LOG_RATIO
+    scale_y = _Axis(min(values), max(values), HEIGHT - BOTTOM, TOP, logarithmic)
+    scale_x = _Axis(min(0, *steps), max(steps), LEFT, WIDTH - RIGHT, False, margin=0)
+    lines = []
+    for tick in scale_y.ticks():
+        y = scale_y(tick)
+        lines.append(f'<path class="frame" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
+    for tick in scale_x.ticks():
+        lines.append(f'<text x="{scale_x(tick):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{_tick(tick)}</text>')
+    axis_text = "optimizer step" + (" (logarithmic values)" if logarithmic else "")
+    lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">{axis_text}</text>')
+    if reference:
+        lines.append(f'<path class="reference" d="M{LEFT} {scale_y(reference[1]):.1f}H{WIDTH - RIGHT}"/>')
+    for index, curve in enumerate(curves):
+        color = f"var(--series{index % 4})"
+        places = [(scale_x(step), scale_y(value)) for step, value in curve.points]
+        path = "L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+        lines.append(f'<path fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round" d="M{path}"/>')
+        if len(places) <= 12:  # few points, perhaps a single one, would be hard to see as a line
+            lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places]
+    legend = _legend(curves, reference)
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">{"".join(lines)}</svg>'
+    heading = f"<h3>{html.escape(title)}</h3>" if title else ""
+    return f"<figure>{heading}{drawing}{f'<figcaption>{legend}</figcaption>' if legend else ''}</figure>"
+
+
+def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str:
+    if len(curves) == 1 and reference is None:
+        return ""
+    entries = [
+        f'<span class="key" style="background: var(--series{index % 4})"></span>{html.escape(curve.name)}'
+        for index, curve in enumerate(curves)
+    ]
+    if reference:
+        key = '<span class="key" style="border-top: 2px dashed var(--ink)"></span>'
+        entries.append(f"{key}{html.escape(reference[0])} {rounded(reference[1])}")
+    return "".join(entries)
+
+
+def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Average neighbors so that at most ``LONGEST_CURVE`` points remain. The last point is kept as it is."""
+    size = math.ceil(len(points) / LONGEST_CURVE)
+    if size <= 1:
+        return list(points)
+    groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
+    means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
+    return [*means, points[-1]]
+
+
+def _tick(value: float) -> str:
+    """Format the number at a tick in at most seven characters."""
+    if value == 0:
+        return "0"
+    for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if sign == 'k' else size):.4g}{sign}"
+    return f"{value:,.4g}" if abs(value) >= 1e-3 else f"{value:.1e}"
+
+
+class _Axis:
+    """Axis of a plot: converts values to pixels and chooses round ticks.
+
+    Args:
+        low: smallest value.
+        high: largest value.
+        start: pixel of the lower end.
+        end: pixel of the upper end.
+        logarithmic: whether the axis is logarithmic; the values are then positive.
+        margin: share of the range that is added at both ends.
+    """
+
+    def __init__(
+        self, low: float, high: float, start: float, end: float, logarithmic: bool, margin: float = 0.05
+    ) -> None:
+        self.logarithmic, self.start, self.end = logarithmic, start, end
+        low, high = self._position(low), self._position(high)
+        if low == high:
+            half = abs(low) / 10 or 0.5
+            low, high = low - half, high + half
+        extra = (high - low) * margin
+        self.low, self.high = low - extra, high + extra
+
+    def _position(self, value: float) -> float:
+        return math.log10(value) if self.logarithmic else value
+
+    def __call__(self, value: float) -> float:
+        """Return the pixel of a value."""
+        return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
+
+    def ticks(self) -> list[float]:
+        """Return about four round values inside the axis, in ascending order."""
+        if self.logarithmic:
+            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+            factors = (1, 2, 5) if self.high - self.low < 2.5 else (1,)
+            values = [factor * 10.0**decade for decade in decades for factor in factors]
+            return [value for value in values if self.low <= math.log10(value) <= self.high]
+        raw = (self.high - self.low) / 4
+        power = 10.0 ** math.floor(math.log10(raw))
+        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
+        first = math.ceil(self.low / step - 1e-9)
+        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]

@@ -1,0 +1,63 @@
+"""Commands that a report suggests: use the model of a finished run, or resume one that is not finished."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+USAGE = {
+    "Score it on the validation data": "lightning validate {run}",
+    "Export it for other programs": "lightning export {folder} exported",
+}
+"""Commands for the model of any run, by purpose. ``{run}`` is the option that names the run, ``{folder}`` its folder."""
+
+
+class NextStep(NamedTuple):
+    """Command that a report suggests.
+
+    Attributes:
+        purpose: what the command does.
+        command: command line.
+    """
+
+    purpose: str
+    command: str
+
+
+def next_steps(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> list[NextStep]:
+    """Return the commands for the next steps with a run: using its model if it is finished, resuming it if it is not.
+
+    Args:
+        folder: folder of the run.
+        checkpoints: folder of the run's checkpoints.
+        record: record of the run. Its entry ``usage``, if any, maps purposes to commands of the model's domain, in the form of
+            :data:`USAGE`.
+
+    Returns:
+        Commands, the most useful first. The list is empty if the run is not finished and cannot be resumed by a command, for
+        lack of a configuration.
+    """
+    name = _quoted(folder)
+    has_run_dir = checkpoints.parent == folder and (folder / "lock").exists()
+    if record["finished"]:
+        last = checkpoints / "last.ckpt"
+        run = f"--run_dir {name}" if has_run_dir else f"--ckpt_path {_quoted(last if last.exists() else checkpoints)}"
+        usage = {**record.get("usage", {}), **USAGE}
+        if not (folder / "config.yaml").exists():  # a run in Python, whose model the command line does not know
+            return []
+        return [
+            NextStep(purpose, command.replace("{run}", run).replace("{folder}", name))
+            for purpose, command in usage.items()
+        ]
+    if has_run_dir:
+        return [NextStep("Resume it", f"lightning fit --run_dir {name}")]
+    if (folder / "config.yaml").exists():
+        config = _quoted(folder / "config.yaml")
+        return [NextStep("Resume it", f"lightning fit --config {config} --ckpt_path {name}")]
+    return []
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))

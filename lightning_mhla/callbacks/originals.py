@@ -1,0 +1,68 @@
+"""Scores of the model whose attention a run replaced, taken from the record of the run that trained it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning_mhla.system.untrusted import read_json, read_yaml
+
+ORIGINAL = "original"
+"""Name of the original model in legends."""
+RECORD = "run.json"
+"""Name of the file, in the folder of a run, that records its metrics and versions."""
+NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shards")
+"""Options of the data that do not change the samples of a validation."""
+
+
+def original_scores(folder: Path) -> dict[str, float]:
+    """Return the last validation metrics of the run that trained the original model of a linearized one.
+
+    The scores are returned only if the two runs validate on the same data, so that they can be compared.
+
+    Args:
+        folder: folder of the run whose model had its attention replaced, with ``config.yaml``.
+
+    Returns:
+        Finite metrics by name; empty if the model is not a linearized one, or if its original is not a run of the same data.
+    """
+    config = _options(folder)
+    model, data = config.get("model", {}), config.get("data")
+    options = model.get("init_args", {}) if isinstance(model, Mapping) else {}
+    if not isinstance(options.get("distillation"), Mapping):
+        return {}
+    start = options.get("pretrained") or options["distillation"].get("teacher")
+    original = _run_of(Path(str(start))) if start and "://" not in str(start) else None
+    if original is None or not data or _validated(_options(original).get("data")) != _validated(data):
+        return {}
+    try:
+        metrics = read_json(original / RECORD)["metrics"]
+        return {
+            str(name): float(points[-1][1]) for name, points in metrics.items() if points and points[-1][1] is not None
+        }
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # written by another version
+        return {}
+
+
+def _options(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration of a run; empty if it has none that can be read."""
+    path = folder / "config.yaml"
+    try:
+        content = read_yaml(path) if path.exists() else {}
+    except ValueError:
+        content = {}
+    return content if isinstance(content, Mapping) else {}
+
+
+def _run_of(path: Path) -> Path | None:
+    """Return the run folder that a path names or lies in, at most two levels deep; None if there is none."""
+    return next((place for place in (path, *list(path.parents)[:2]) if (place / RECORD).is_file()), None)
+
+
+def _validated(data: Any) -> Any:
+    """Return the options of the data that determine the samples of a validation."""
+    if not isinstance(data, Mapping):
+        return data
+    options = data.get("init_args") or {}
+    return data.get("class_path"), {name: value for name, value in options.items() if name not in NOT_VALIDATED}

@@ -1,0 +1,138 @@
+"""Callback that records the results of each class in validation, for the report of a run."""
+
+from __future__ import annotations
+
+import base64
+import heapq
+import io
+import json
+from collections import Counter
+from typing import Any
+
+import torch
+from lightning import Callback, LightningModule, Trainer
+from PIL import Image
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_mhla.callbacks.class_tables import CLASSES
+from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.folders import gather_rows, run_folder
+from lightning_mhla.vision.preprocessing import Preprocessing
+
+MISTAKES = 12
+"""Number of wrongly classified images to keep."""
+SIDE = 112
+"""Longest side of a kept image in pixels."""
+
+
+class ClassResults(Callback):
+    """Callback that writes the confusion matrix and the worst mistakes of each validation in a fit to ``classes.json``.
+
+    The file lies in the folder of the run, and ``report.html`` shows its content. It is replaced at each validation. Images are
+    counted once, on any number of processes. The worst mistakes are the wrongly classified images whose true class got the
+    lowest probability.
+    """
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._counts: Counter[tuple[int, int]] = Counter()
+        self._mistakes: list[tuple[float, int, int, float, str]] = []
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Discard the results of the previous validation."""
+        self._clear()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Count the pairs of true and predicted class in a batch, and keep its worst mistakes.
+
+        Args:
+            trainer: trainer of the run.
+            pl_module: classifier.
+            outputs: dict with the class scores ``[B, classes]`` of all images of the batch, ``scores``.
+            batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` and ``valid`` ``[B]``.
+            batch_idx: index of the batch.
+            dataloader_idx: index of the validation loader.
+        """
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        probabilities = outputs["scores"].float().softmax(-1).cpu()
+        labels, valid = batch["label"].cpu(), batch["valid"].cpu()
+        predicted = probabilities.argmax(-1)
+        self._counts.update(zip(labels[valid].tolist(), predicted[valid].tolist(), strict=True))
+        for index in ((predicted != labels) & valid).nonzero()[:, 0].tolist():
+            label, guess = int(labels[index]), int(predicted[index])
+            label_probability = float(probabilities[index, label])
+            if len(self._mistakes) >= MISTAKES and label_probability >= -self._mistakes[0][0]:
+                continue  # encoding a picture takes longer than this comparison
+            picture = encoded_picture(batch["image"][index], getattr(trainer, "datamodule", None))
+            entry = (-label_probability, label, guess, float(probabilities[index, guess]), picture)
+            (heapq.heappushpop if len(self._mistakes) >= MISTAKES else heapq.heappush)(self._mistakes, entry)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gather the results of all processes, and write ``classes.json`` on the first process."""
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        counts, mistakes = Counter[tuple[int, int]](), sorted(gather_rows(trainer, self._mistakes), reverse=True)
+        for pair, count in gather_rows(trainer, list(self._counts.items())):
+            counts[pair] += count
+        path = run_folder(trainer) / CLASSES
+        self._clear()
+        if not trainer.is_global_zero or not counts:
+            return
+        content = {
+            "step": trainer.global_step,
+            "names": list(pl_module.class_names),  # type: ignore[arg-type]  # a list of the classifier
+            "confusion": [[label, predicted, count] for (label, predicted), count in sorted(counts.items())],
+            "mistakes": [
+                {
+                    "label": label,
+                    "predicted": predicted,
+                    "probability": round(probability, 4),
+                    "label_probability": round(-negative, 4),
+                    "picture": picture,
+                }
+                for negative, label, predicted, probability, picture in mistakes[:MISTAKES]
+            ],
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content) + "\n")
+
+
+def encoded_picture(image: Tensor, data: Any) -> str:
+    """Convert the input of a classifier back to a picture, and encode it as PNG in base64.
+
+    Args:
+        image: input ``[C, H, W]``. With one or three channels, it is a gray or a colored picture; with any other number, the
+            mean of the channels is shown.
+        data: data module. If it has ``preprocessing``, its mean and standard deviation are undone; otherwise the values of the
+            image are stretched to the full range.
+    """
+    image = image.detach().float().cpu()
+    if len(image) not in (1, 3):
+        image = image.mean(0, keepdim=True)
+    preprocessing = getattr(data, "preprocessing", None)
+    if isinstance(preprocessing, Preprocessing) and len(preprocessing.mean) in (1, len(image)):
+        mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (preprocessing.mean, preprocessing.std))
+        image = image * std + mean
+    else:
+        low, high = image.min(), image.max()
+        image = (image - low) / (high - low).clamp(min=1e-6)
+    if max(image.shape[1:]) > SIDE:
+        scale = SIDE / max(image.shape[1:])
+        size = [max(1, round(side * scale)) for side in image.shape[1:]]
+        image = F.interpolate(image[None], size, mode="area")[0]
+    pixels = (image.clamp(0, 1) * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    stream = io.BytesIO()
+    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(stream, "PNG")
+    return base64.b64encode(stream.getvalue()).decode()
