@@ -138,6 +138,11 @@ class Call:
         return self.key_width * (self.value_width + 1)
 
     @property
+    def isolates_sequences(self) -> bool:
+        """Whether infinite and NaN summaries of a packed sequence must not reach other sequences."""
+        return False
+
+    @property
     def column_size(self) -> int:
         """Number of blocks of ``columns`` that the coefficients cover."""
         return self.coefficients[0].shape[-1]
