@@ -150,8 +150,8 @@ def train_models(pretrain_steps: int, steps: int, seeds: int) -> dict[str, Any]:
             row["tuned"].append(evaluate(tuned, held_out))
             row["wrong_captions"].append(evaluate(tuned, held_out, wrong_captions=True))
         rows.append(row)
-    before = {"original": evaluate(original, held_out), "wrong_captions": evaluate(original, held_out, True)}
-    return {"pretrain_steps": pretrain_steps, "steps": steps, "before": before, "rows": rows}
+    pretrained = {"original": evaluate(original, held_out), "wrong_captions": evaluate(original, held_out, True)}
+    return {"pretrain_steps": pretrain_steps, "steps": steps, "before": pretrained, "rows": rows}
 
 
 def layer_call(kind: str, queries: int, keys: int, backward: bool) -> Callable[[], object]:
@@ -208,9 +208,9 @@ def loss_table(result: dict[str, Any]) -> list[list[str]]:
 
     rows = [["cross-attention", "before", "swapped", "fine-tuned", "fine-tuned, wrong captions"]]
     for row in result["rows"]:
-        before = f"{result['before']['original']:.4f}"
+        pretrained = f"{result['before']['original']:.4f}"
         swapped = "" if row["attention"] == "softmax" else f"{row['swapped']:.4f}"
-        rows.append([row["attention"], before, swapped, spread(row["tuned"]), spread(row["wrong_captions"])])
+        rows.append([row["attention"], pretrained, swapped, spread(row["tuned"]), spread(row["wrong_captions"])])
     return rows
 
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels do not compile
@@ -43,6 +43,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from benchmarks.machine import describe
+
+if TYPE_CHECKING:  # imported by the functions that need it, after this module has set the environment
+    from mhla_kernels.triton_backend.call import Arguments
+    from mhla_kernels.triton_backend.cross.call import CrossArguments
 
 CHIPS = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Shared memory in bytes that a thread block may have, by compute capability (CUDA C++ Programming Guide, table 27)."""
@@ -71,6 +75,7 @@ class Variant:
             features, one head, a key mask, packed sequences, and no feature map.
         block_size: number of tokens in a block.
         blocks: number of blocks.
+        cross: whether the call is cross-attention, to half as many keys with a mask. With ``unusual``, queries are masked, too.
     """
 
     form: str
@@ -83,6 +88,7 @@ class Variant:
     unusual: bool = False
     block_size: int = 64
     blocks: int = 4
+    cross: bool = False
 
     @property
     def spills_allowed(self) -> int:
@@ -188,6 +194,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.blocks import TokenLayout
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
+    from mhla_kernels.triton_backend.cross import launch as cross_launch
     from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import kernel_tables
@@ -230,8 +237,13 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         block_causal=variant.causal == "block",
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
-        forward(call.Call(checked))
-        backward(call.Call(checked), torch.zeros_like(v), (True,) * 4)
+        if variant.cross:
+            arguments_of_both_sides = _cross_arguments(checked, variant)
+            cross_launch.forward(arguments_of_both_sides)
+            cross_launch.backward(arguments_of_both_sides, torch.zeros_like(v), (True,) * 4)
+        else:
+            forward(call.Call(checked))
+            backward(call.Call(checked), torch.zeros_like(v), (True,) * 4)
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)
@@ -256,8 +268,9 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         signature |= dict.fromkeys((name for name in arguments if name not in names), "constexpr")
         directions = {False: "bidirectional", True: "causal", "block": "block-causal"}
         mode = ("out", "dq", "dv", "dk")[constants["MODE"]] if "MODE" in constants else ""
+        direction = "cross" if variant.cross else directions[variant.causal]
         label = (
-            f"{variant.form} {directions[variant.causal]} "
+            f"{variant.form} {direction} "
             f"{'normalized' if variant.normalize else 'plain'} {'unusual ' if variant.unusual else ''}{mode}"
         )
         launches.append(
@@ -277,6 +290,38 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
             )
         )
     return launches
+
+
+def _cross_arguments(checked: Arguments, variant: Variant) -> CrossArguments:
+    """Return the arguments of a cross-attention call with the queries of a self-attention call and half of its keys."""
+    from mhla_kernels.blocks import TokenLayout
+    from mhla_kernels.cross.layout import CrossLayout
+    from mhla_kernels.triton_backend.cross.call import CrossArguments
+    from mhla_kernels.triton_backend.cross.tables import cross_tables
+
+    count = variant.blocks // 2
+    keys = count * variant.block_size
+    key_bounds = None if checked.cu_seqlens is None else torch.tensor([0, keys])
+    layout = CrossLayout(checked.layout, TokenLayout(keys, variant.block_size, cu_seqlens=key_bounds))
+    return CrossArguments(
+        checked.q,
+        checked.k[:, :keys],
+        checked.v[:, :keys],
+        torch.zeros(1, variant.blocks, count),
+        *cross_tables(layout, variant.form, True, checked.q.device),
+        query_mask=checked.key_mask,
+        key_mask=torch.ones(len(checked.k), keys, dtype=torch.bool),
+        cu_seqlens=checked.cu_seqlens,
+        key_cu_seqlens=key_bounds,
+        block_size=variant.block_size,
+        key_block_size=variant.block_size,
+        block_offsets=None,
+        key_block_offsets=None,
+        relu=checked.relu,
+        eps=checked.eps,
+        form=variant.form,
+        guard="",
+    )
 
 
 def compile_launch(launch: Launch) -> Usage:
@@ -333,10 +378,18 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
         for dtype in ("bfloat16", "float32")
         for form in ("parallel", "chunked")
     ]
+    cross = [
+        Variant(form, False, normalize, dtype, *pair, unusual=unusual, cross=True)
+        for pair in widths
+        for dtype in ("bfloat16", "float32")
+        for form in ("parallel", "chunked")
+        for normalize, unusual in ((False, False), (True, False), (True, True))
+    ]
     return (
         dense
         + unusual
         + block_causal(widths)
+        + cross
         + layouts(widths)
         + [
             Variant("chunked", True, False, dtype, *pair, terms)

@@ -58,6 +58,7 @@ STARTS_PROCESSES = {
 """Names whose use means that a test starts processes, directly or in a function. ``make check`` omits such tests."""
 
 SLOW = (
+    "test_cross", "test_cross_graphs",
     "test_forms", "test_causality", "test_ops", "test_benchmarks", "test_hostile_data", "test_language_evaluation",
     "test_run_folder", "test_resume", "test_verdicts", "test_compile", "test_endings", "test_swap_graphs", "test_transforms",
     "test_checkpoint_matrix", "test_language_graphs", "test_checkpoint_choice", "test_video_training", "test_diffusion_training",
@@ -99,6 +100,10 @@ LONG = (
     "test_configs::test_a_shipped_configuration_from_fit_to_export",
     "test_configs::test_a_shipped_evaluation_scores_all_its_tasks",
     "test_configs::test_a_shipped_overlay_on_one_process",
+    "test_cross_benchmark::test_losses_and_times_are_written",
+    "test_cross::test_triton_forms_agree_with_the_definition",
+    "test_cross_graphs::test_kernels_compile_as_one_graph",
+    "test_cross_graphs::test_opcheck",
     "test_diffusion_metrics::test_metrics_are_those_of_torch_fidelitys_command",
     "test_diffusion_metrics::test_the_classifier_of_digits_names_those_held_out",
     "test_distributed::test_a_process_that_fails_alone_ends_the_run",

@@ -1,4 +1,4 @@
-"""Replacement of the softmax self-attention in pretrained diffusers, timm and transformers models by linear attention.
+"""Replacement of self-attention and cross-attention in pretrained diffusers, timm and transformers models.
 
 :func:`swap_attention` replaces the attention, and :func:`load_swapped` loads a model that was saved afterwards.
 """

@@ -95,11 +95,10 @@ def check_cross(
             _check_blocks(mixing, layout[side], side, sizes)
     else:
         layout = _check_packed(layout, q.shape[0], mixing, cu_seqlens, key_cu_seqlens)
+    check_one_device(q.device, {"k": k, "v": v, **mixing.tensors, "query_mask": query_mask, "key_mask": key_mask})
     if normalize and feature_map == "identity":
         check_features({"q": (q, query_mask), "k": (k, key_mask)}, NEGATIVE_FEATURES)
-    problem = CrossProblem(q, k, v, mixing, layout, weighting, feature_map, query_mask, key_mask)
-    check_one_device(q.device, {"k": k, "v": v, **mixing.tensors, "query_mask": query_mask, "key_mask": key_mask})
-    return problem
+    return CrossProblem(q, k, v, mixing, layout, weighting, feature_map, query_mask, key_mask)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -20,7 +20,6 @@ from torch import Tensor
 from mhla_kernels.backend import Form
 from mhla_kernels.cross.layout import CrossLayout, CrossPartition
 from mhla_kernels.cross.problem import CrossProblem, hide
-from mhla_kernels.finite import finite_
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend_parts
 from mhla_kernels.forms.chunked import bidirectional
@@ -136,7 +135,7 @@ def make_cross_mix(mixing: Mixing, blocks: CrossPartition) -> Callable[[Tensor],
     """
     sequences = blocks.block_sequences()
     if sequences is None:
-        return mix_by_matrix(blocks.matrix(mixing), blocks.layout.is_packed)
+        return mix_by_matrix(blocks.matrix(mixing), blocks.together)
 
     def mix_each(summary: Tensor) -> Tensor:
         flat, parts = summary.flatten(3), []
@@ -152,18 +151,23 @@ def make_cross_mix(mixing: Mixing, blocks: CrossPartition) -> Callable[[Tensor],
     return mix_each
 
 
-def mix_by_matrix(matrix: Tensor, is_packed: bool) -> Callable[[Tensor], Tensor]:
+def mix_by_matrix(matrix: Tensor, together: Tensor | None) -> Callable[[Tensor], Tensor]:
     """Return a function that mixes summaries of key blocks by one matrix ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
 
     Args:
-        matrix: coefficients between all query blocks and all key blocks.
-        is_packed: whether the matrix holds zeros between blocks of different packed sequences.
+        matrix: coefficients between all query blocks and all key blocks, zero between different packed sequences.
+        together: whether a query block and a key block belong to the same packed sequence, ``[Mq, Mk]`` bool; None without
+            packing. A sum of one sequence that overflowed then makes no mixture of a different sequence NaN.
     """
 
     def mix(summary: Tensor) -> Tensor:
-        # a zero coefficient times a sum of another sequence that overflowed must be zero
-        summary = finite_(summary) if is_packed else summary
-        return _shaped(apply_matrix(matrix, summary.flatten(3)), summary)
+        flat = summary.flatten(3)
+        if together is None:
+            return _shaped(apply_matrix(matrix, flat), summary)
+        broken = ~flat.isfinite().all(-1)  # [B, H, Mk]
+        mixed = apply_matrix(matrix, flat.masked_fill(broken[..., None], 0))
+        spoilt = (together & broken[:, :, None]).any(-1)
+        return _shaped(mixed.masked_fill(spoilt[..., None], torch.nan), summary)
 
     return mix
 

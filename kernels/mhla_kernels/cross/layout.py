@@ -70,6 +70,12 @@ class CrossPartition(NamedTuple):
     queries: BlockPartition
     keys: BlockPartition
 
+    @property
+    def together(self) -> Tensor | None:
+        """Whether a query block and a key block belong to the same packed sequence, ``[Mq, Mk]`` bool; None without packing."""
+        queries, keys = self.queries.owner, self.keys.owner
+        return None if queries is None or keys is None else queries[:, None] == keys
+
     def block_sequences(self) -> list[tuple[Range, Range]] | None:
         """Return the block ranges of the queries and of the keys of each packed sequence.
 
@@ -106,7 +112,9 @@ class CrossPartition(NamedTuple):
         stretch = per_query[1] / per_query[0].clamp(min=1)
         matrix = mixing.cross_matrix(BlockPairs(queries.blocks, keys.blocks, stretch, queries.local, keys.local))
         # not a product with zeros: the gradient of a coefficient that is not used may be infinite
-        return matrix.masked_fill(queries.owner[:, None] != keys.owner, 0)
+        together = self.together
+        assert together is not None
+        return matrix.masked_fill(~together, 0)
 
     @staticmethod
     def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:

@@ -147,6 +147,11 @@ class Call:
         return self.causal + self.block_causal
 
     @property
+    def isolates_sequences(self) -> bool:
+        """Whether infinite and NaN summaries of a packed sequence must not reach other sequences."""
+        return False
+
+    @property
     def column_size(self) -> int:
         """Number of blocks of ``columns`` that the coefficients cover."""
         return self.coefficients[0].shape[-1]

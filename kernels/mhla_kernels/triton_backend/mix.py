@@ -10,12 +10,13 @@ from torch import Tensor
 from mhla_kernels.mixing import DenseMixing, Mixing
 from mhla_kernels.triton_backend import config
 from mhla_kernels.triton_backend.call import TL_DTYPES, Call, sum_at
-from mhla_kernels.triton_backend.primitives import BLOCKS, kernel, multiply, round_to
+from mhla_kernels.triton_backend.primitives import BLOCKS, dot, kernel, multiply, round_to
 from mhla_kernels.triton_backend.tables import FIRST as _FIRST
 from mhla_kernels.triton_backend.tables import LAST as _LAST
 from mhla_kernels.triton_backend.tables import ROW as _ROW
 
 ROW, FIRST, LAST = tl.constexpr(_ROW), tl.constexpr(_FIRST), tl.constexpr(_LAST)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @kernel
@@ -34,6 +35,7 @@ def mix_kernel(
     INPUT: tl.constexpr,
     CAUSAL: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    ISOLATED: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     TERMS: tl.constexpr,
@@ -45,8 +47,9 @@ def mix_kernel(
     With ``CAUSAL`` the sum is over ``b < i``, and if it is ``BLOCKS`` over ``b <= i``. With ``TRANSPOSED`` the coefficient is
     ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row (with ``TRANSPOSED``, the
     column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (row) of
-    each block b. In self-attention, both are the same table. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is
-    ``[B * H, blocks, WIDTH]``. Grid:
+    each block b. In self-attention, both are the same table. With ``ISOLATED``, infinite and NaN summaries make only mixtures
+    of their own sequence NaN. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``.
+    Grid:
     ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
@@ -69,6 +72,7 @@ def mix_kernel(
             high = tl.minimum(high, tile * ROWS + ROWS)
 
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    spoilt = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(low, high, TERMS):
         b = first + tl.arange(0, TERMS)
         b_row = tl.load(column_table + ROW * column_blocks + b, mask=b < column_blocks, other=0)
@@ -91,7 +95,13 @@ def mix_kernel(
         coefficient = tl.load(mixing + offset, mask=counts, other=0.0)
         inside = (b < high)[:, None] & (columns < WIDTH)[None, :]
         x = tl.load(summary + b.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
+        if ISOLATED:  # count infinite and NaN terms of each sum apart: times a zero coefficient, they would be NaN
+            finite = tl.abs(x) <= LARGEST
+            spoilt = dot(counts.to(tl.float32), tl.where(finite, 0.0, 1.0), spoilt)
+            x = tl.where(finite, x, 0.0)
         total = multiply(coefficient, x, total, INPUT)
+    if ISOLATED:
+        total = tl.where(spoilt > 0, float("nan"), total)
     inside = (i < blocks)[:, None] & (columns < WIDTH)[None, :]
     offset = mixed + i.to(tl.int64)[:, None] * WIDTH + columns[None, :]
     tl.store(offset, round_to(total, mixed.dtype.element_ty), mask=inside)
@@ -187,8 +197,8 @@ class DenseMixer:
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
             matrix, summary, mixed, call.tables.table, call.columns.tables.table, *matrix_strides, blocks, column_blocks,
             call.heads,
-            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, TRANSPOSED=transposed, WIDTH=width, ROWS=tiles.rows,
-            TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, TRANSPOSED=transposed, ISOLATED=call.isolates_sequences,
+            WIDTH=width, ROWS=tiles.rows, TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
         return mixed
 

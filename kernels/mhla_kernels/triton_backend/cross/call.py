@@ -87,6 +87,11 @@ class Side(Call):
 
     @property
     @override
+    def isolates_sequences(self) -> bool:
+        return self.tables.packed
+
+    @property
+    @override
     def column_size(self) -> int:
         return self.coefficients[0].shape[1 if self.is_keys else 2]
 

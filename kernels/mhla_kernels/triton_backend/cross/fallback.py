@@ -41,8 +41,8 @@ def outputs(arguments: CrossArguments, dtype: torch.dtype = torch.float32) -> Te
     problem = prepare_cross(problem)
     bounds, (_, sequences, *_) = arguments.cu_seqlens, arguments.query_tables
     if bounds is not None and sequences.shape[1] != len(bounds) - 1:  # the matrix covers the blocks of all sequences
-        mix = mix_by_matrix(matrix, is_packed=True)
-        out = hide(chunked_by(problem, problem.layout.partition(q.device), mix), arguments.query_mask)
+        blocks = problem.layout.partition(q.device)
+        out = hide(chunked_by(problem, blocks, mix_by_matrix(matrix, blocks.together)), arguments.query_mask)
     else:
         out = attend_cross(problem, "chunked")
     return out.to(arguments.v.dtype).contiguous()
