@@ -24,9 +24,9 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+import timm
 import torch
 from PIL import Image
-from timm.data.constants import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModel, AutoTokenizer
@@ -111,7 +111,10 @@ def read_picture(file: Path, pixels: int, box: tuple[float, float, float, float]
         picture = picture.crop((left, upper, right, lower))
     resized = picture.resize((pixels, pixels), Image.Resampling.BICUBIC)
     values = torch.from_numpy(np.asarray(resized, dtype=np.float32) / 255).permute(2, 0, 1)
-    mean, std = (torch.tensor(numbers)[:, None, None] for numbers in (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
+    mean, std = (
+        torch.tensor(numbers)[:, None, None]
+        for numbers in (timm.data.IMAGENET_DEFAULT_MEAN, timm.data.IMAGENET_DEFAULT_STD)
+    )
     return (values - mean) / std
 
 
