@@ -18,6 +18,7 @@ from mhla_tasks.tools.comparison.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP,
 from mhla_tasks.tools.comparison.groups import group_runs
 from mhla_tasks.tools.comparison.runs import Run
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&"
 
@@ -76,7 +77,7 @@ def test_the_page_shows_means_links_and_notes(tmp_path: Path) -> None:
     (tmp_path / "kind=mhla:1/report.html").write_text("x")
     page = page_of(tmp_path)
     assert page.rows[:4] == [
-        ["row", "kind", "runs", "val/accuracy ↑", "steps", "time", "parameters", "seeds"],
+        ["row", "kind", "runs", "val/accuracy\u00a0↑", "steps", "time", "parameters", "seeds"],
         [" 1", "linear", "2", "0.38 ± 0.18", "200", "1 min 05 s", "1,234", "0, 1"],
         [" 2", "mhla", "2", "0.62 ± 0.18", "200", "1 min 05 s", "1,234", "0, 1"],
         [" 3*", "mhla", "1", "0.125", "200", "1 min 05 s", "1,234", "2"],
@@ -124,13 +125,24 @@ def test_pictures_stand_side_by_side_at_their_last_step(tmp_path: Path) -> None:
         save(tmp_path / kind, kind, 0, 0.5 if kind == "a" else 0.75)
         for step in (5, 40, 100):
             Image.new("L", (2, 2), shade + step).save(tmp_path / f"{kind}/pictures/attention-step{step:04d}.png")
-    Image.new("L", (2, 2), 99).save(tmp_path / "b/pictures/mixing-step0100.png")
+    described = PngInfo()
+    described.add_text("Description", "What <b> to see")
+    Image.new("L", (2, 2), 99).save(tmp_path / "b/pictures/mixing-step0100.png", pnginfo=described)
+    (tmp_path / "b/pictures/dark").mkdir()
+    Image.new("L", (2, 2), 1).save(tmp_path / "b/pictures/dark/mixing-step0100.png")
     (tmp_path / "a/checkpoints").mkdir()
     Image.new("L", (2, 2)).save(tmp_path / "a/checkpoints/learning_curves.png")
     page = page_of(tmp_path)
     shown = [base64.b64decode(attributes["src"].partition(",")[2]) for attributes in page.named("img")]
     paths = ["a/pictures/attention-step0100.png", "b/pictures/attention-step0100.png", "b/pictures/mixing-step0100.png"]
     assert shown == [(tmp_path / path).read_bytes() for path in paths]
+    (dark,) = page.named("source")
+    assert dark["media"] == "(prefers-color-scheme: dark)"
+    assert (
+        base64.b64decode(dark["srcset"].partition(",")[2])
+        == (tmp_path / "b/pictures/dark/mixing-step0100.png").read_bytes()
+    )
+    assert "mixingWhat <b> to see" in page.text
     assert "1 kind=a has no such picture" in page.text
     assert "2 kind=b step 100" in page.text
 
@@ -166,7 +178,7 @@ def test_curves_are_where_their_values_are() -> None:
     assert [label for _, _, label in labels[:5]] == ["0", "1", "2", "3", "4"]
 
 
-@pytest.mark.parametrize("scale", [1e-7, 3e-3, 0.07, 1.0, 2.5, 40.0, 12345.0, 3e9])
+@pytest.mark.parametrize("scale", [1e-300, 1e-7, 3e-3, 0.07, 1.0, 2.5, 40.0, 12345.0, 3e9])
 def test_ticks_are_few_distinct_and_say_their_value(scale: float) -> None:
     record = {
         "finished": True, "steps": 7, "seconds": 1.0, "parameters": 1, "versions": {}, "best": {},

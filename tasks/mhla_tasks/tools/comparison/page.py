@@ -179,10 +179,10 @@ def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
             ranked = sorted(
                 ((value, number) for value, number in values if value is not None), reverse=column.better == "max"
             )
-            texts = [
-                f"{marks[number]} {_text(groups[number].label)} with {_text(str(table.rows[number][index]))}"
-                for _, number in ranked[:2]
-            ]
+            texts = []
+            for _, number in ranked[:2]:
+                mark = marks[number] + "*" * bool(groups[number].notes)
+                texts.append(f"{mark} {_text(groups[number].label)} with {_text(str(table.rows[number][index]))}")
             return f"<p>Best {_text(column.title)}: {'; next: '.join(texts)}.</p>"
     return ""
 
