@@ -1,6 +1,8 @@
 """Checks of the arguments of the attention operator.
 
 :func:`check_problem` returns the checked arguments as one object. Every error message names the invalid value and the remedy.
+
+Longer than other modules: the checks of one call stand in the order in which they are made.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Other modules contain the parts of a layer: the methods that a kind of attention implements (``kind``), projections
 (``projections``), token order (``order``), rotary positions (``positions``), and output norm, local positional encoding and
-gate (``output``, ``lepe``).
+gate (``output``, ``lepe``). Longer than other modules: it is one class, which reads top to bottom.
 """
 
 from __future__ import annotations
