@@ -66,7 +66,10 @@ def _changed_options(data: Any) -> dict[str, Any]:
         if parameter.default is not inspect.Parameter.empty
     }
     initial = plain(defaults)
-    values = {name: asdict(value) if is_dataclass(value) else value for name, value in data.hparams.items()}
+    values: dict[str, Any] = {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in data.hparams.items()
+    }
     options = plain(redacted(values))  # dataclasses would be taken for values without secrets
     return {
         name: _plain_value(value)
