@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -66,7 +66,11 @@ def _changed_options(data: Any) -> dict[str, Any]:
         if parameter.default is not inspect.Parameter.empty
     }
     initial = plain(defaults)
-    options = plain(redacted(dict(data.hparams)))
+    values: dict[str, Any] = {
+        name: asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        for name, value in data.hparams.items()
+    }
+    options = plain(redacted(values))  # dataclasses would be taken for values without secrets
     return {
         name: _plain_value(value)
         for name, value in options.items()

@@ -7,6 +7,7 @@ import html
 import io
 import json
 import re
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from lightning import Trainer
+from lightning import LightningDataModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_mhla import MHLA, AttentionConfig, BlockLayout
 from lightning_mhla.callbacks import LearningCurves, PeriodicEvaluation, RunReport
@@ -371,20 +373,47 @@ class Silent(PeriodicEvaluation):
     """Evaluation that is never due."""
 
 
+@dataclass
+class Source:
+    """Options of the data with an address."""
+
+    path: str
+
+
+class Numbers(LightningDataModule):
+    """Data of random numbers."""
+
+    def __init__(self, source: Source, batch_size: int = 3, length: int = 6, password: str = "") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.batch_size, self.length = batch_size, length
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        """Return batches of the width that the model takes."""
+        return DataLoader(torch.randn(self.length, 32), self.batch_size)  # type: ignore[arg-type]
+
+    val_dataloader = train_dataloader
+
+
 def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
         enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
     )  # fmt: skip
-    model = Measured()
+    model, data = Measured(), Numbers(Source("https://me:secret@example.org/x.tar?key=secret"), password="secret")
     config = AttentionConfig("mhla", block_size=4, normalize=False)
     model.network = nn.ModuleList(MHLA(8, 2, BlockLayout((16,), block_size=4), config) for _ in range(3))
-    trainer.fit(model)
+    trainer.fit(model, data)
+    text = (Path(str(trainer.log_dir)) / "report.html").read_text()
     content = json.loads((Path(str(trainer.log_dir)) / "run.json").read_text())
     assert content["attention"] == [{"kind": "mhla", "options": {"block_size": 4, "normalize": False}, "layers": 3}]
     assert content["model"] == "Measured"
     assert content["hardware"].startswith("CPU, ")
     assert content["skipped"] == []
+    assert content["data"] == "Numbers"
+    assert content["data_options"] == {"source.path": "https://***@example.org/x.tar?***", "password": "***"}
+    assert content["batch_size"] == 3
+    assert "secret" not in text
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3725, "1 h 02 min")])
