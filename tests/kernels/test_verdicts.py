@@ -25,7 +25,11 @@ import torch.distributed as dist
 from fork_server import ForkServer
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, agree_on_kernels, mhla_attention, mhla_prefill, rotary_features, verdicts
-from mhla_kernels.triton_backend import launch, rotary
+from mhla_kernels.triton_backend import (
+    launch,
+    ops,  # noqa: F401  registers the operator
+    rotary,
+)
 from mhla_kernels.triton_backend.trial import Kind, make_problem, try_kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
