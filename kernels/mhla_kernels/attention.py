@@ -21,7 +21,7 @@ from mhla_kernels.backend import Backend, ChosenForm, Form, check_form_and_backe
 from mhla_kernels.blocks import divide_up
 from mhla_kernels.checks import check_devices, check_problem, check_span
 from mhla_kernels.cross.checks import check_cross, is_cross
-from mhla_kernels.cross.operator import cross_attention, cross_attention_matrix
+from mhla_kernels.cross_attention import cross_attention, cross_attention_matrix
 from mhla_kernels.features import FeatureMap
 from mhla_kernels.forms.attend import attend, attention_weights
 from mhla_kernels.forms.cost import cheapest_form

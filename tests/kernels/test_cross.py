@@ -336,7 +336,7 @@ def test_pytorch_takes_over_from_kernels_that_fail(terms: int, monkeypatch: pyte
         raise RuntimeError("no such kernel")
 
     monkeypatch.setattr(fused, "sound_cross_kernels", lambda *_: f"cross-test-{terms}")
-    monkeypatch.setattr("mhla_kernels.cross.operator.choose_backend", lambda *_: "triton")
+    monkeypatch.setattr("mhla_kernels.cross_attention.choose_backend", lambda *_: "triton")
     monkeypatch.setattr(launch, "forward", fail)
     monkeypatch.setattr(launch, "backward", fail)
     mixing = [torch.rand(2, terms), torch.rand(2, terms)] if terms else [torch.rand(2, 2, 2)]
