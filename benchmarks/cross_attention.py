@@ -181,7 +181,7 @@ def layer_call(kind: str, queries: int, keys: int, backward: bool) -> Callable[[
 
 def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str, Any]]:
     """Measure the forward pass, and both passes together, of each kind at each pair of lengths; kinds alternate in each run."""
-    rows = []
+    rows: dict[tuple[int, int, str], dict[str, Any]] = {}
     cases = [(n, m) for n in queries for m in keys]
     for n, m in track(cases, "measuring", transient=True):
         for part, backward in (("forward_ms", False), ("both_ms", True)):
@@ -192,12 +192,10 @@ def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str
                     begin = time.process_time()
                     call()
                     times[kind].append(1e3 * (time.process_time() - begin))
-            # the first call allocates memory
-            rows += [{"queries": n, "keys": m, "attention": kind, part: sorted(times[kind][1:])} for kind in calls]
-    merged: dict[tuple[int, int, str], dict[str, Any]] = {}
-    for row in rows:
-        merged.setdefault((row["queries"], row["keys"], row["attention"]), {}).update(row)
-    return list(merged.values())
+            for kind in calls:
+                row = rows.setdefault((n, m, kind), {"queries": n, "keys": m, "attention": kind})
+                row[part] = sorted(times[kind][1:])  # the first call allocates memory
+    return list(rows.values())
 
 
 def loss_table(result: dict[str, Any]) -> list[list[str]]:
@@ -238,7 +236,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for cross-attention-cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(1)  # so that processor time is the time of the layer
-    console, result = Console(width=130), {"machine": describe(torch.device("cpu"))}
+    console = Console(width=130)
+    result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
     result["model"] = {**MODEL, "text": asdict(TEXT), "batch": BATCH, "scenes": SCENES, "rate": RATE}
     result["times"] = time_layers(args.queries, args.keys, args.runs)
     result["losses"] = train_models(args.pretrain_steps, args.steps, args.seeds)

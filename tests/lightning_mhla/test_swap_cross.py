@@ -159,6 +159,13 @@ def test_blocks_of_the_decoder_are_counted_from_its_first_token() -> None:
         logits(model, read(model), written(), decoder_attention_mask=mask.flip(1))
 
 
+def test_a_swapped_model_is_one_graph() -> None:
+    model = swapped(tiny())
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    want = logits(model, read(model), written(), use_cache=False)
+    torch.testing.assert_close(logits(compiled, read(model), written(), use_cache=False), want)
+
+
 @pytest.mark.parametrize("family", ["T5", "Bart", "Whisper"])
 def test_only_the_new_attention_learns_to_match_the_original(family: str) -> None:
     model = tiny(family)

@@ -124,6 +124,13 @@ def test_padding_of_the_text_changes_nothing_on_either_side(name: str, kind: str
     torch.testing.assert_close(out[1], rolled[1], rtol=1e-4, atol=1e-5)
 
 
+def test_a_swapped_model_is_one_graph() -> None:
+    model, mask = swapped(tiny("SANA"), "SANA"), torch.ones(2, 11)
+    mask[1, 6:] = 0
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(output(compiled, "SANA", text(), mask), output(model, "SANA", text(), mask))
+
+
 def test_self_attention_and_cross_attention_are_swapped_one_after_the_other(tmp_path: Path) -> None:
     """In either order, with the same outputs, and together in the folder; each only once."""
     model, self_config = tiny("SANA"), AttentionConfig(block_grid=[2, 2])
