@@ -46,7 +46,7 @@ from lightning_mhla.callbacks.page import fenced
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.data import write_shards
 from lightning_mhla.data.lines import open_bytes
-from lightning_mhla.data.origins import Origin, ShardSet, resume_order
+from lightning_mhla.data.origins import ShardSet, resume_order
 from lightning_mhla.data.remote import kept_at
 from lightning_mhla.system.redaction import check_secrets, hidden_options, published, redact, redacted
 
@@ -412,7 +412,7 @@ def test_names_of_folders_and_records_hold_no_secrets(tmp_path: Path) -> None:
     value = f"https://{USER}@h/x?sig={SIGNATURE}"
     line = read_words(["fit", f"--data.init_args.train={value}"], ["fit"])
     sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), line)
-    resume_order(ShardSet(tmp_path, "train"), {"model": value}, [Origin("a")], 1)
+    resume_order(ShardSet(tmp_path, "train"), {"model": value}, [ExportedRun("a")], 1)
     assert leaks(tmp_path) == []
 
 

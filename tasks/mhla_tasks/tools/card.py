@@ -35,7 +35,7 @@ MARK = "<!-- lightning export "
 
 
 @dataclass(frozen=True)
-class Origin:
+class ExportedRun:
     """Checkpoint that a model was exported from, and the command that exported it.
 
     Attributes:
@@ -76,7 +76,7 @@ def write_card(
     folder: str,
     loading: str,
     license_name: str | None,
-    origin: Origin,
+    origin: ExportedRun,
 ) -> None:
     """Write the model card of an exported model.
 
@@ -156,7 +156,7 @@ def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
     return fenced(_yaml(data), "yaml")
 
 
-def _metrics(content: Mapping[str, Any], origin: Origin) -> str:
+def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
     """Return a table of the last metrics before the checkpoint, and a sentence that says which weights they belong to."""
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
     command = shlex.join(["lightning", "validate", "--ckpt_path", _published(str(origin.checkpoint))])
@@ -188,7 +188,7 @@ def _classes(module: TrainingModule) -> list[str]:
     return [f"## Classes\n\n{len(names):,} classes, in the order of the model's outputs: {listed}{more}."]
 
 
-def _commands(origin: Origin) -> str:
+def _commands(origin: ExportedRun) -> str:
     """Return the commands that trained and exported the model, with the configuration of the run if it is known."""
     export = shlex.join(["lightning", *map(_published, origin.command)])
     configuration = origin.configuration()

@@ -17,7 +17,7 @@ from lightning_mhla.system.redaction import published
 from lightning_mhla.training.loading import accepts, load_module
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.trust import AllowError, find_class
-from mhla_tasks.tools.card import Origin, is_own, write_card
+from mhla_tasks.tools.card import ExportedRun, is_own, write_card
 
 DOMAINS = {
     "classification": "ImageClassifier",
@@ -84,7 +84,7 @@ def write_export(
         if previous_card is not None and not is_own(previous_card):  # written or edited by the user
             card.write_text(previous_card, encoding="utf-8")
             card = aside / "README.new.md"
-        origin = Origin(path, _command(checkpoint, folder, live, options, license_name), live)
+        origin = ExportedRun(path, _command(checkpoint, folder, live, options, license_name), live)
         loading = loading.replace("NETWORK", network)
         write_card(module, content, card, folder.resolve().name, loading, license_name, origin)
 
