@@ -412,7 +412,7 @@ def test_names_of_folders_and_records_hold_no_secrets(tmp_path: Path) -> None:
     value = f"https://{USER}@h/x?sig={SIGNATURE}"
     line = read_words(["fit", f"--data.init_args.train={value}"], ["fit"])
     sweep._begin(tmp_path / sweep.name_of({"data.init_args.train": value}), line)
-    resume_order(ShardSet(tmp_path, "train"), {"model": value}, [ExportedRun("a")], 1)
+    resume_order(ShardSet(tmp_path, "train"), {"model": value}, [Origin("a")], 1)
     assert leaks(tmp_path) == []
 
 
