@@ -52,7 +52,7 @@ class ErrorsConfig:
         noise: share of pixels that get a random level.
     """
 
-    own: float = 0.5
+    own: float = 0.0
     noise: float = 0.01
 
     def __post_init__(self) -> None:
