@@ -9,7 +9,10 @@ from torch import Tensor
 
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.cross.layout import CrossLayout
-from mhla_kernels.triton_backend.cross import fallback
+from mhla_kernels.triton_backend.cross import (
+    fallback,
+    ops,  # noqa: F401  registers the operator
+)
 from mhla_kernels.triton_backend.cross.call import CrossArguments
 from mhla_kernels.triton_backend.cross.tables import cross_tables
 from mhla_kernels.triton_backend.trial import MANY, compare_passes
