@@ -46,7 +46,7 @@ from lightning_mhla.callbacks.page import fenced
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.data import write_shards
 from lightning_mhla.data.lines import open_bytes
-from lightning_mhla.data.origins import ShardSet, resume_order
+from lightning_mhla.data.origins import Origin, ShardSet, resume_order
 from lightning_mhla.data.remote import kept_at
 from lightning_mhla.system.redaction import check_secrets, hidden_options, published, redact, redacted
 
