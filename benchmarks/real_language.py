@@ -2,6 +2,7 @@
 
     lightning bench real_texts --out texts
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --out benchmarks/results
+    lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --steps 60 240 --out benchmarks/results
 
 Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
 documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
@@ -58,6 +59,9 @@ COST_DOCUMENTS = 2
 
 LARGEST_DRAWN = 50.0
 """Rows with a higher perplexity are left out of the picture."""
+
+STEPS = (24, 40)
+"""Optimizer steps of the two stages: matching the layers, and training all weights."""
 
 LOWEST_LR = 0.05
 """Share of the peak learning rate at the end of the cosine schedule."""
@@ -184,18 +188,28 @@ def run_row(
     return row
 
 
+def describe_row(name: str, options: argparse.Namespace) -> str:
+    """Return the name of a row with its seed and the options that differ from their defaults."""
+    label = f"{name}, seed {options.seed}" + (f", {options.keep:g} kept" if options.keep else "")
+    return label if tuple(options.steps) == STEPS else f"{label}, {options.steps[0]} and {options.steps[1]} steps"
+
+
 def draw(folder: Path, picture: Path) -> None:
     """Draw the perplexity by position of all rows in a folder of results, up to 4,096 tokens."""
-    figure, (axis,) = make_panels(1, 1, (6.4, 3.4))
+    figure, (axis,) = make_panels(1, 1, (7.2, 4.2))
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    colors = {name: f"C{number}" for number, name in enumerate(ROWS)}
     for row in sorted(rows, key=lambda row: row["tuned"]["4096"][0]):
-        values = row["tuned"]["4096"][1:]
-        if max(values) < LARGEST_DRAWN:
-            axis.plot([512 + 1024 * part for part in range(4)], values, marker="o", label=row["row"])
+        values, is_long = row["tuned"]["4096"][1:], row["tune"]["steps"] > STEPS[1]
+        if max(values) < LARGEST_DRAWN and not row["seed"]:
+            label = row["row"] + (f", {row['keep']:.0%} of the layers softmax" if row["keep"] else "")
+            style = {"color": colors[row["row"]], "linestyle": ":" if row["keep"] else "--" if is_long else "-"}
+            label += f", {row['tune']['steps']} steps"
+            axis.plot([512 + 1024 * part for part in range(4)], values, marker="o", label=label, **style)
     axis.set_xlabel("position, tokens (mean of each quarter)")
     axis.set_ylabel("perplexity after training")
     axis.grid(alpha=0.3)
-    axis.legend()
+    axis.legend(fontsize=8)
     figure.savefig(picture, dpi=110)
 
 
@@ -206,7 +220,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="folder that lightning bench real_texts wrote")
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="rows to run (default: all)")
     parser.add_argument("--keep", type=float, default=0.0, help="share of the layers that keep softmax (default: 0)")
-    parser.add_argument("--steps", type=int, nargs=2, default=(24, 40), metavar="N", help="steps of the two stages")
+    parser.add_argument("--steps", type=int, nargs=2, default=STEPS, metavar="N", help="steps of the two stages")
     parser.add_argument("--match_lr", type=float, default=0.03, help="learning rate of the first stage (default: 0.03)")
     parser.add_argument(
         "--tune_lr",
@@ -227,7 +241,7 @@ def main() -> None:
     stream = torch.cat(read_tokens(options.texts, "train", tokenizer))
     for name in options.rows:
         row = run_row(name, options, stream, held_out)
-        label = f"{name}, seed {options.seed}" + (f", {options.keep:g} kept" if options.keep else "")
+        label = describe_row(name, options)
         print(
             label,
             json.dumps({stage: row[stage] for stage in ("swapped", "matched", "tuned") if stage in row}),
