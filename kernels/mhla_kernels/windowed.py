@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
-from mhla_kernels.blocks import BlockPartition, at_most, is_dynamic
-from mhla_kernels.checks import as_index, check_devices, check_features, check_problem
+from mhla_kernels.blocks import BlockPartition, at_most, divide_up, is_dynamic
+from mhla_kernels.checks import as_index, check_block_size, check_devices, check_features, check_problem
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
@@ -105,7 +105,11 @@ def mhla_window_attention(
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     mixing = as_mixing(mixing)
-    if block_grid is not None and sinks:
+    if block_grid is not None and sinks and not causal:
+        if block_size is not None:
+            _check_blocks(divide_up(q.shape[1], check_block_size(block_size)), block_grid, True)
+        elif block_offsets is not None:
+            _check_blocks(len(block_offsets) - 1, block_grid, True)
         mixing = DenseMixing(F.pad(mixing.matrix(prod(block_grid)), (1, 0, 1, 0)))
     problem = check_window(
         q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens, block_offsets, causal, sinks
@@ -408,6 +412,16 @@ def check_window(
     return problem
 
 
+def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
+    """Raise ValueError if ``number`` blocks are not those of a grid, and one of sinks if there are sinks."""
+    grid = tuple(block_grid)
+    if any(is_dynamic(length) for length in (*grid, number)):
+        return
+    if min(grid, default=0) < 1 or prod(grid) + has_sinks != number:
+        lead = " and one of sinks" if has_sinks else ""
+        raise ValueError(f"there are {number} blocks, which are not the {prod(grid)} of block_grid={grid}{lead}")
+
+
 def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool, sinks: int) -> tuple[int, ...] | None:
     """Check the block grid of attention to all tokens, and return it; None for a sequence of blocks.
 
@@ -425,11 +439,7 @@ def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool
     grid, number, offsets = tuple(block_grid), problem.layout.blocks, problem.layout.block_offsets
     if causal:
         raise ValueError(f"block_grid={grid} is for attention to all tokens; pass causal=False or leave it out")
-    if any(is_dynamic(length) for length in (*grid, number)):
-        return grid
-    lead = " and one of sinks" if sinks else ""
-    if min(grid, default=0) < 1 or prod(grid) + (sinks > 0) != number:
-        raise ValueError(f"there are {number} blocks, which are not the {prod(grid)} of block_grid={grid}{lead}")
+    _check_blocks(number, grid, sinks > 0)
     if sinks and offsets is not None and offsets[1] > sinks:
         raise ValueError(
             f"the first block has {offsets[1]} tokens; with block_grid, it must hold only the {sinks} sinks"

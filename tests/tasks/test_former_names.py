@@ -246,7 +246,9 @@ def test_comparisons_see_one_option(trained: Path, tmp_path: Path) -> None:
     content = yaml.safe_load((trained / "config.yaml").read_text())
     for name in ("old", "new"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(json.dumps({"metrics": {}, "seconds": 1}))
+        (tmp_path / name / "run.json").write_text(
+            json.dumps({"metrics": {}, "seconds": 1, "steps": 1, "parameters": 1, "finished": True})
+        )
         (tmp_path / name / "config.yaml").write_text(yaml.safe_dump(content))
     former_file(tmp_path / "old/config.yaml", tmp_path / "old/config.yaml")
     assert differences(read_runs([tmp_path])) == []

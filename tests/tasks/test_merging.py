@@ -402,7 +402,9 @@ def test_tools_read_what_an_earlier_version_wrote(tmp_path: Path) -> None:
     assert present_options("data", ImageNetShards, {"train": "a", **FORMER}) == {"train": "a", "shards": FORMER}
     for name, arguments in (("old", FORMER), ("new", {"shards": FORMER})):
         write(tmp_path / name / "config.yaml", {"data": {"class_path": SHARDS, "init_args": arguments}})
-        (tmp_path / name / "run.json").write_text('{"metrics": {}, "seconds": 1}')
+        (tmp_path / name / "run.json").write_text(
+            '{"metrics": {}, "seconds": 1, "steps": 1, "parameters": 1, "finished": true}'
+        )
     assert differences(read_runs([tmp_path])) == []
 
 

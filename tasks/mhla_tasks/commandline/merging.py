@@ -9,7 +9,8 @@ item in the list.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from lightning import LightningDataModule, LightningModule, Trainer
@@ -44,7 +45,7 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
             must have been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
     """
     configuration: dict[str, Any] = {}
-    for source in sorted(sources, key=_order):
+    for source in _kinds_first(sources):
         if source.option is None:
             for name, value in source.values.items():
                 _put_argument(configuration, str(name), [], value, ROOTS)
@@ -57,9 +58,10 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     return plain
 
 
-def _order(source: Source) -> int:
-    """Return 0 for files, then 1 for options that choose a kind, then 2 for the others, which may belong to that kind."""
-    return 0 if source.option is None else 1 if source.option.name.endswith(f".{KIND}") else 2
+def _kinds_first(sources: Sequence[Source]) -> Iterator[Source]:
+    """Return the sources, with command-line options that choose a kind before the others, which may belong to that kind."""
+    for _, neighbors in groupby(sources, lambda source: source.option is None):
+        yield from sorted(neighbors, key=lambda source: not (source.option and source.option.name.endswith(f".{KIND}")))
 
 
 def _plain(value: Any) -> Any:

@@ -75,11 +75,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     runs: dict[Path, Run] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise FileNotFoundError(f"{shown(folder)} is not a folder; give the folder of a run, or of several runs")
+            raise FileNotFoundError(f"{folder} is not a folder; give the folder of a run, or of several runs")
         records = list(folder.rglob(RECORD))
         if not records:
             raise FileNotFoundError(
-                f"{shown(folder)} contains no {RECORD}; it is written by runs with the callback "
+                f"{folder} contains no {RECORD}; it is written by runs with the callback "
                 "lightning_mhla.callbacks.RunReport after each validation"
             )
         places = {name: place for place, name in enumerate(_sweep_order(folder))}
@@ -100,7 +100,7 @@ def _sweep_order(folder: Path) -> list[str]:
         return []
     names = read_json(folder / ORDER).get("runs")
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{shown(folder / ORDER)} does not list runs of a sweep; remove it to sort the runs by name")
+        raise ValueError(f"{folder / ORDER} does not list runs of a sweep; remove it to sort the runs by name")
     return names
 
 
@@ -133,7 +133,7 @@ def _read(path: Path) -> Run:
         record = _checked(read_json(path))
     except (KeyError, TypeError, AttributeError, OverflowError, _BrokenRecordError) as error:
         reason = str(error) if isinstance(error, _BrokenRecordError) else "an entry is missing or has a wrong type"
-        raise ValueError(f"{shown(path)} is not a record of a run: {reason}") from error
+        raise ValueError(f"{path} is not a record of a run: {reason}") from error
     if not config.exists():
         return Run(path.parent, record, {})
     (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
