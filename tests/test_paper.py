@@ -332,3 +332,48 @@ def test_recurrences_agree_and_are_written(
         assert row["gradient_error"] < 1e-4
         assert row["difference_from_theirs"] < 1e-5
     assert "`gated_delta_rule`" in capsys.readouterr().out
+
+
+def test_the_guide_shows_the_measured_dinov2() -> None:
+    root = Path(__file__).parents[1]
+    measured = json.loads((root / "benchmarks/results/real-encoders/dino-linear.json").read_text())["results"]
+    sizes = [measured[pixels] for pixels in ("224", "518", "756", "1022")]
+    text = (root / "docs/guides/linearize.md").read_text()
+    for name, shown in (
+        ("tokens", [f"{size['tokens']:,}" for size in sizes]),
+        ("blocks along each side", [str(size["blocks"][0]) for size in sizes]),
+        ("cosine of class tokens", [f"{size['class_cosine']:.3f}" for size in sizes]),
+        ("cosine of patches", [f"{size['patch_cosine']:.3f}" for size in sizes]),
+        (
+            "time of a forward pass, softmax = 1",
+            [f"{size['seconds']['linearized'] / size['seconds']['original']:.2f}" for size in sizes],
+        ),
+    ):
+        assert f"| {name} | {' | '.join(shown)} |" in text, name
+    for model in ("original", "linearized"):
+        assert f"{measured['probe'][model]:.1%}" in text
+
+
+def test_the_guide_shows_the_measured_smollm2() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/guides/linearize.md").read_text()
+    for name, file in {
+        "`softmax`": "softmax-seed-0",
+        "`mhla_window` in all layers, 4 sinks, blocks of 128": "mhla_window-seed-0",
+        "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
+        "the window and the sinks alone, in all layers": "window-seed-0",
+        "`linear` in all layers, learned features": "linear-seed-0",
+        "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
+        "`mhla_window` in all layers, longer": "mhla_window-seed-0-60-and-240-steps",
+    }.items():
+        row = json.loads((root / f"benchmarks/results/real-language/{file}.json").read_text())
+        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} | "))
+        digits = 0 if "linear" in file else 2
+        stages = [
+            row["swapped"]["1024"],
+            row.get("matched", {}).get("1024"),
+            row["tuned"]["1024"],
+            row["tuned"]["4096"],
+        ]
+        shown = ["" if values is None else f"{values[0]:,.{digits}f}" for values in stages]
+        assert [cell.strip() for cell in line.split("|")[2:6]] == shown, name
