@@ -240,7 +240,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         if variant.cross:
             arguments_of_both_sides = _cross_arguments(checked, variant)
             cross_launch.forward(arguments_of_both_sides)
-            cross_launch.backward(arguments_of_both_sides, torch.zeros_like(v), (True,) * 4)
+            cross_launch.backward(arguments_of_both_sides, q.new_zeros(*q.shape[:3], v.shape[-1]), (True,) * 4)
         else:
             forward(call.Call(checked))
             backward(call.Call(checked), torch.zeros_like(v), (True,) * 4)

@@ -1,4 +1,4 @@
-"""The benchmark of cross-attention runs."""
+"""The benchmark of cross-attention runs, and the documentation shows its committed figures."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import pytest
 import torch
 
 from benchmarks import cross_attention
+
+ROOT = Path(__file__).parents[1]
+RESULT = ROOT / "benchmarks/results/cross-attention-cpu.json"
 
 
 def test_losses_and_times_are_written(
@@ -36,3 +39,12 @@ def test_losses_and_times_are_written(
     assert all(len(row["tuned"]) == 2 and row["tuned"][0] != row["tuned"][1] for row in (softmax, linear, mhla))
     assert len(result["times"]) == 2 * 3
     assert all(min(row["forward_ms"] + row["both_ms"]) >= 0 for row in result["times"])
+
+
+def test_the_page_on_attention_shows_the_committed_figures() -> None:
+    result, page = json.loads(RESULT.read_text()), (ROOT / "docs/attention.md").read_text()
+    losses, times = cross_attention.loss_table(result["losses"]), cross_attention.time_table(result["times"])
+    for row in (*losses, *times):
+        assert f"| {' | '.join(row)} |" in page, row
+    assert {row["attention"] for row in result["losses"]["rows"]} == set(cross_attention.KINDS)
+    assert all(len(row["tuned"]) == 3 for row in result["losses"]["rows"])

@@ -97,6 +97,10 @@ TORCH = {
 TRAINER = Trainer(barebones=True)
 LIGHTNING: dict[tuple[Any, str], str] = {
     (TRAINER, "_logger_connector"): "a stop inside an epoch loses its mean metrics",
+    (
+        LightningModule(),
+        "_on_before_batch_transfer",
+    ): "pictures of the final weights show a batch that hooks did not see",
     (TRAINER.fit_loop.epoch_loop, "_batches_that_stepped"): "a stop loses a row of the log",
     (TRAINER.fit_loop.epoch_loop, "_should_check_val_fx"): "checkpoints at a stop miss the validation of their step",
     (TRAINER.fit_loop.epoch_loop, "_should_accumulate"): "a stop inside an accumulation loses gradients",

@@ -222,7 +222,8 @@ def _gradients_of_scores(
 
 def _rows(x: Tensor) -> Tensor:
     """Move all axes but the heads and the last two into the batch: ``[B, H, ..., C, D]`` to ``[B ..., H, C, D]``."""
-    return x.movedim(1, -3).flatten(0, -4)
+    x = x.movedim(1, -3).flatten(0, -4)
+    return x if x.stride(-1) == 1 else x.contiguous()  # flash attention reads features as if their stride were 1
 
 
 def _unrows(x: Tensor, like: Tensor) -> Tensor:

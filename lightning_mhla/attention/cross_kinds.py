@@ -108,7 +108,9 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
         }
         self.mixing: MixingCoefficients
         if config.mixing == "exponential":
-            self.mixing = ExponentialCrossCoefficients(layout, context_layout, config.mixing_terms, **shared)
+            self.mixing = ExponentialCrossCoefficients(
+                layout, context_layout, config.mixing_terms, min_decay=config.mixing_min_decay, **shared
+            )
         else:
             self.mixing = DenseCrossCoefficients(layout, context_layout, **shared)
 

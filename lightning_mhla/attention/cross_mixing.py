@@ -147,9 +147,11 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
         heads: number of heads, each with its own sum; None for one sum shared by all heads.
         init: ``"locality"`` or ``"uniform"``, see :class:`ExponentialCoefficients`.
         trainable: whether the coefficients are trained.
+        min_decay: smallest decay per block of the context, from 1e-5 to 2.5.
 
     Raises:
-        ValueError: if the grids have different numbers of axes or prefix tokens, ``init`` is unknown, or ``terms`` is below 1.
+        ValueError: if the grids have different numbers of axes or prefix tokens, ``init`` is unknown, ``terms`` is below 1, or
+            ``min_decay`` is out of range.
     """
 
     def __init__(
@@ -160,13 +162,14 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
         heads: int | None = None,
         init: MixingInit = "locality",
         trainable: bool = True,
+        min_decay: float = LOWER,
     ) -> None:
         if len(layout.grid) != len(context_layout.grid) or layout.prefix_tokens:
             raise ValueError(
                 f"exponential mixing needs queries and context on the same axes, without prefix tokens, not {layout} and "
                 f"{context_layout}; use mixing: dense"
             )
-        super().__init__(context_layout, terms, heads, init, trainable=trainable)
+        super().__init__(context_layout, terms, heads, init, trainable=trainable, min_decay=min_decay)
         self.layouts, self.sequence = (layout, context_layout), layout.block_size is not None
 
     @override

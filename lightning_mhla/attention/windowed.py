@@ -20,6 +20,7 @@ from lightning_mhla.attention.features import apply_features
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mhla import MHLA
+from lightning_mhla.attention.mixing import DenseCoefficients
 
 
 class FarWeight(nn.Module):
@@ -108,6 +109,15 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         learned = self.features is not None
         start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
         self.far = FarWeight(heads, start + self.options.far_init)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
+        # dense coefficients had a row and a column for prefix tokens, which changed no output
+        key = f"{prefix}mixing.weight"
+        if self.layout.prefix_tokens and isinstance(self.mixing, DenseCoefficients) and key in state_dict:
+            saved = state_dict[key]
+            if saved.shape[-1] == self.mixing.weight.shape[-1] + 1:
+                state_dict[key] = saved[..., 1:, 1:]
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @override
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:

@@ -55,7 +55,7 @@ def class_section(folder: Path) -> str:
         confusions = _matrix(names, counts) if len(names) <= MOST_CLASSES else _pairs(names, counts)
         tables = f'<div class="sides"><div>{_accuracies(names, counts)}</div><div>{confusions}</div></div>'
         parts = [f"<h2>Classes</h2><p>{summary}</p>", tables, _mistakes(names, content["mistakes"])]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except (KeyError, TypeError, IndexError, ValueError, ArithmeticError) as error:
         raise ValueError(
             f"{path} is not a file of results by class: {error!r}; remove it, and validate again"
         ) from None

@@ -51,7 +51,7 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "data_options": _changed_options(data) if data is not None else {},
         "attention": _attention(module),
         "lr": rate if isinstance(rate, int | float) else None,
-        "batch_size": getattr(data, "batch_size", None),
+        "batch_size": size if isinstance(size := getattr(data, "batch_size", None), int) else None,
         "hardware": _hardware(trainer),
         "precision": str(trainer.precision),
         "usage": dict(getattr(module, "usage", {})),
@@ -159,8 +159,10 @@ def _validation_period(trainer: Trainer) -> str:
     """Say how often a run validates, and which option to change for a validation at its end."""
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if epochs is None or interval not in (1.0, None):
-        unit = "" if isinstance(interval, int) else " of an epoch"
-        return f"val_check_interval={interval:g}{unit} does not end where the {_length(trainer)} end"
+        unit = " of an epoch" if isinstance(interval, float) else ""
+        return f"val_check_interval={interval}{unit} does not end where the {_length(trainer)} end"
+    if not trainer.current_epoch:
+        return "the run ended before its first epoch did; set --trainer.val_check_interval to a number of batches"
     done = plural(trainer.current_epoch, "epoch")
     if epochs > trainer.current_epoch:
         return f"check_val_every_n_epoch={epochs} is more than the {done} of the run; set --trainer.check_val_every_n_epoch=1"

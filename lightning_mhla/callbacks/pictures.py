@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchmetrics import Metric
@@ -24,6 +25,7 @@ from lightning_mhla.callbacks.recovery import is_leaving
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.lightning_private import prepared_batch
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -180,6 +182,9 @@ class AttentionPictures(Callback):
         is_drawn = self._drawn_step == trainer.global_step
         if is_drawn or is_leaving(trainer) or _shares_sequences(pl_module) or not trainer.enable_validation:
             return
+        batch = _first_validation_batch(trainer, pl_module)
+        if batch is None:
+            return
         self._watch(pl_module)
         if not self._hooks:
             return
@@ -189,9 +194,10 @@ class AttentionPictures(Callback):
             trainer.precision_plugin.forward_context(),
             _discarded_metrics(pl_module),
         ):
-            batch = trainer.strategy.batch_to_device(_first_validation_batch(trainer), dataloader_idx=0)
-            pl_module.validation_step(batch, 0)
-        self._stop_watching()
+            try:
+                pl_module.validation_step(batch, 0)
+            finally:
+                self._stop_watching()
         self._draw(trainer, batch)
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
@@ -245,14 +251,20 @@ def _shares_sequences(module: Any) -> bool:
     return getattr(module, "sequence_group", None) is not None
 
 
-def _first_validation_batch(trainer: Trainer) -> Any:
-    """Return the first batch of the first validation loader, on the CPU. Every process must call this function."""
+def _first_validation_batch(trainer: Trainer, module: LightningModule) -> Any:
+    """Return the first batch of the first validation loader, as Lightning gives it to the validation step; None without one.
+
+    Every process must call this function.
+    """
     if trainer.val_dataloaders is None:  # a run whose validations would come later has not created the loader
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-    loaders: Any = trainer.val_dataloaders
-    return next(iter(loaders[0] if isinstance(loaders, list | tuple) else loaders))
+    loaders = CombinedLoader(trainer.val_dataloaders or []).flattened
+    batch = next(iter(loaders[0]), None) if loaders else None
+    if batch is None:
+        return None
+    return trainer.strategy.batch_to_device(prepared_batch(trainer, module, batch), dataloader_idx=0)
 
 
 @contextmanager

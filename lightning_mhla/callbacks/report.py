@@ -22,7 +22,7 @@ from lightning_mhla.callbacks.originals import RECORD, original_scores
 from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_steps
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import checkpoint_folder, run_folder
+from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
 
@@ -83,9 +83,7 @@ class RunReport(Callback):
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
-        # without a logger or --run_dir, a run has no folder of its own, and must not write into the working folder
-        is_run_folder = folder.resolve() != Path.cwd() and (trainer.loggers or (folder / "lock").exists())
-        if not trainer.is_global_zero or not is_run_folder or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        if not trainer.is_global_zero or not is_run_folder(trainer, folder):
             return
         metrics = self.points.under("val/")
         best: dict[str, Any] = {}

@@ -156,7 +156,8 @@ def swapped_layers(model: nn.Module, *, cross: bool = False) -> Any:
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     """Change the number of token blocks in the new attention of a model for images or video, for example for larger images.
 
-    The mixing coefficients are resized to the new number of blocks, which is also stored in the model's configuration. More
+    The mixing coefficients of self-attention are resized to the new number of blocks, which is also stored in the model's
+    configuration. More
     blocks make large images faster: in ``mhla_window``, softmax then covers a smaller part of the image.
 
     Args:
@@ -174,6 +175,11 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
         raise ValueError(
             f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla or mhla_window, with a block_grid "
             "of as many axes"
+        )
+    if any(getattr(attention.mixing, "prefix_tokens", 0) for attention in mixed):
+        raise ValueError(
+            "blocks cannot be resized: coefficients of blocks with prefix tokens, which have no position on the grid, keep "
+            "their size; mhla_window has no such coefficients"
         )
     for attention in mixed:
         attention.mixing.resize(new)

@@ -17,6 +17,20 @@ def run_folder(trainer: Trainer) -> Path:
     return Path(trainer.log_dir or trainer.default_root_dir)
 
 
+def is_run_folder(trainer: Trainer, folder: Path) -> bool:
+    """Return whether a folder belongs to the run alone, so that files may be written into it.
+
+    Without a logger or ``--run_dir``, a run has no folder of its own. ``fast_dev_run`` writes nothing.
+
+    Args:
+        trainer: trainer of the run.
+        folder: result of :func:`run_folder`.
+    """
+    if trainer.fast_dev_run or folder.resolve() == Path.cwd():  # type: ignore[attr-defined]
+        return False
+    return bool(trainer.loggers) or (folder / "lock").exists()
+
+
 def checkpoint_folder(trainer: Trainer) -> Path:
     """Return the folder of a run's checkpoints, the same on every process. Every process must call this function."""
     for callback in trainer.checkpoint_callbacks:

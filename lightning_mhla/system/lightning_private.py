@@ -158,3 +158,8 @@ def stop_deferring(callback: ModelCheckpoint) -> None:
 def steps_between_saves(callback: ModelCheckpoint) -> int:
     """Return the number of steps between two saves of a ModelCheckpoint, or 0 if it does not save by steps."""
     return callback._every_n_train_steps
+
+
+def prepared_batch(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
+    """Return a batch of the first loader as Lightning's loops prepare it before they move it to the device."""
+    return module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)

@@ -441,3 +441,16 @@ def test_wrong_argument(name: str) -> None:
     call, message = WRONG[name]
     with pytest.raises(ValueError, match=message):
         call(torch.rand(1, 16, 2, 4), torch.rand(6, 6))
+
+
+@pytest.mark.parametrize("form", ["parallel", "chunked"])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_tokens_that_no_output_reads_have_gradients_of_zero_even_if_they_overflow(form: Any, normalize: bool) -> None:
+    q, k, v = (torch.rand(1, 12, 1, 4) for _ in range(3))
+    k[:, 8:], v[:, 8:] = 1e25, 1e25
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = mhla_attention(*leaves, torch.rand(3, 3), block_size=4, causal="block", form=form, normalize=normalize)
+    assert not out[:, 8:].isfinite().any()
+    for gradient in torch.autograd.grad(out[:, :8].sum(), leaves):
+        assert gradient.isfinite().all()
+        assert not gradient[:, 8:].any()

@@ -348,3 +348,35 @@ def test_pytorch_takes_over_from_kernels_that_fail(terms: int, monkeypatch: pyte
     monkeypatch.undo()
     for a, b in zip(got, passes("torch chunked", inputs, slice(None), **options), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_on_a_grid_of_blocks() -> None:
+    mixing = ExponentialMixing(torch.rand(3), torch.rand(3, 2), (2, 2))
+    q, k, v = torch.rand(1, 32, 2, 4), torch.rand(1, 48, 2, 4), torch.randn(1, 48, 2, 3)
+    options: dict[str, Any] = {
+        "block_size": 4, "key_block_size": 6, "cu_seqlens": [0, 16, 32], "key_cu_seqlens": [0, 24, 48]
+    }  # fmt: skip
+    weights = attention_matrix(q, k, mixing, **options)
+    assert not weights[..., :16, 24:].any()
+    torch.testing.assert_close(
+        torch.einsum("bhtj,bjhv->bthv", weights, v), mhla_attention(q, k, v, mixing, **options), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_no_queries_have_no_weights() -> None:
+    q, k, mixing = torch.rand(1, 0, 2, 4), torch.rand(1, 12, 2, 4), ExponentialMixing(torch.rand(2), torch.rand(2))
+    assert attention_matrix(q, k, mixing, block_size=4, key_block_size=6).shape == (1, 2, 0, 12)
+
+
+@pytest.mark.parametrize("causal", ["block", None])
+def test_only_attention_to_all_keys(causal: Any) -> None:
+    q, k = torch.rand(1, 8, 2, 4), torch.rand(1, 12, 2, 4)
+    with pytest.raises(ValueError, match=f"causal={causal!r} is for self-attention"):
+        mhla_attention(q, k, k, torch.rand(2, 2), block_size=4, key_block_size=6, causal=causal)
+
+
+def test_bounds_without_an_axis_are_an_error() -> None:
+    q, k = torch.rand(1, 8, 2, 4), torch.rand(1, 12, 2, 4)
+    bounds = {"cu_seqlens": torch.tensor(8), "key_cu_seqlens": torch.tensor([0, 12])}
+    with pytest.raises(ValueError, match="cu_seqlens must be at least two integers"):
+        mhla_attention(q, k, k, torch.rand(2, 2), block_size=4, key_block_size=6, **bounds)

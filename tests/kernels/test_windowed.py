@@ -139,6 +139,19 @@ def test_keys_whose_scores_overflow_are_exact_for_those_that_see_them() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize("causal", [True, False])
+def test_features_that_are_not_contiguous(sinks: int, causal: bool) -> None:
+    inputs = tensors(23)
+    strided = [x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in inputs[:5]]
+    assert all(x.stride(-1) != 1 for x in strided)
+    matrix = torch.rand(6, 6, dtype=torch.float64)
+    out, plain = (
+        mhla_window_attention(*x, matrix, block_size=SIZE, sinks=sinks, causal=causal) for x in (strided, inputs[:5])
+    )
+    torch.testing.assert_close(out, plain, rtol=1e-12, atol=1e-12)
+
+
 def test_scores_are_stored_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_far, "FEWEST_QUERIES", 8)
     monkeypatch.setattr(near_far, "FEWEST_TRAINED", 16)

@@ -719,3 +719,12 @@ def test_block_causal_generation_takes_complete_blocks() -> None:
         layer.next_tokens(torch.randn(1, 7, 16, dtype=torch.float64), None, [7])
     with pytest.raises(ValueError, match="'linear' needs block_grid"):
         Backbone(16, 1, 2, (20,), AttentionConfig(kind="linear"), causal="block")
+
+
+def test_coefficients_of_prefix_tokens_are_dropped_from_older_windows() -> None:
+    layout = BlockLayout((8, 8), (4, 4), prefix_tokens=1)
+    layer = build_attention(AttentionConfig(kind="mhla_window", block_grid=[4, 4]), 16, 2, layout)
+    state = layer.state_dict()
+    weight = torch.rand(17, 17)
+    layer.load_state_dict({**state, "mixing.weight": weight})
+    assert torch.equal(layer.mixing.weight, weight[1:, 1:])  # type: ignore[union-attr]

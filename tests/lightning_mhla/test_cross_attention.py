@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -299,3 +300,12 @@ def test_a_sequence_ends_where_dense_coefficients_end() -> None:
         layer(x, context, start=25)
     with pytest.raises(ValueError, match="start=-1 must not be negative"):
         layer(x, context, start=-1)
+
+
+def test_the_smallest_decay_holds_in_cross_attention() -> None:
+    layout = BlockLayout((32,), block_size=8)
+    config = AttentionConfig(block_size=8, mixing="exponential", mixing_min_decay=0.5)
+    layer = MHLACrossAttention(16, 2, layout, layout, config)
+    assert layer.mixing.decay.min() > 0.499
+    with pytest.raises(ValueError, match="mixing_min_decay=9"):
+        MHLACrossAttention(16, 2, layout, layout, replace(config, mixing_min_decay=9.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -219,6 +220,33 @@ def test_the_final_weights_are_always_drawn(tmp_path: Path, options: dict[str, i
     assert "log" not in vars(model), "the module logs again"
     reasons = pictures.skipped_parts(trainer)
     assert bool(reasons) == (not steps), reasons
+
+
+class ModelOfSeveralLoaders(Model):
+    """Model whose validation step takes the number of the loader."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Log a loss."""
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("loaders", ["none", "by name", "several"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_the_final_weights_are_drawn_with_any_loaders_and_precision(
+    tmp_path: Path, loaders: str, precision: Any
+) -> None:
+    samples = [{"x": torch.randn(16, 8)} for _ in range(4)]
+    loader = DataLoader(samples, batch_size=2)
+    validation: Any = {"none": [], "by name": {"a": loader, "b": loader}, "several": [loader, loader]}[loaders]
+    model = Model() if loaders == "none" else ModelOfSeveralLoaders()
+    trainer = Trainer(
+        accelerator="cpu", num_sanity_val_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[AttentionPictures()], max_steps=1,
+        val_check_interval=2, precision=precision,
+    )  # fmt: skip
+    trainer.fit(model, loader, validation)
+    assert bool(list(tmp_path.rglob("attention-step0000001.png"))) == (loaders != "none")
+    assert not model.layer._forward_pre_hooks
 
 
 def test_layers_that_are_too_large_are_named() -> None:

@@ -107,6 +107,7 @@ def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
         (["--model.attention.kind=mhla"], "mhla", None),
         (["--model.attention.options.conv=3", "--model.attention.kind=gated_conv"], "gated_conv", {"conv": "3"}),
         (["--model.attention={kind: gla, options: {direction: forward}}"], "gla", {"direction": "forward"}),
+        (["--model.attention={kind: linear}", "--model.attention.kind=softmax"], "softmax", None),
     ],
 )
 def test_a_different_kind_of_attention_drops_the_options_of_the_former(

@@ -71,9 +71,9 @@ def check_cross(
     """
     mixing = as_mixing(mixing)
     _check_tensors(q, k, v)
-    if causal:
+    if causal is not False:
         raise ValueError(
-            f"causal=True is for self-attention, but this call is cross-attention from Nq={q.shape[1]} queries to "
+            f"causal={causal!r} is for self-attention, but this call is cross-attention from Nq={q.shape[1]} queries to "
             f"Nk={k.shape[1]} keys of a different sequence, where no key is later than a query. Pass causal=False, or give q "
             "and k the same length and none of key_block_size, key_block_offsets, query_mask, key_cu_seqlens"
         )
@@ -177,6 +177,9 @@ def _check_packed(
             "uneven blocks cannot be combined with packed sequences; give block_size and key_block_size instead of "
             "block_offsets and key_block_offsets"
         )
+    for name, bounds in (("cu_seqlens", cu_seqlens), ("key_cu_seqlens", key_cu_seqlens)):
+        if isinstance(bounds, Tensor) and bounds.dim() != 1:
+            raise ValueError(f"{name} must be at least two integers, got {bounds.dtype} {list(bounds.shape)}")
     if len(cu_seqlens) != len(key_cu_seqlens):
         raise ValueError(
             f"cu_seqlens bounds {len(cu_seqlens) - 1} sequences and key_cu_seqlens {len(key_cu_seqlens) - 1}. Sequence s of "

@@ -55,9 +55,10 @@ def cross_weights(problem: CrossProblem) -> Tensor:
 
 
 def _attend(problem: CrossProblem, form: Form) -> Tensor:
-    if form == "chunked":
-        return _chunked_in_parts(problem)
     sequences = problem.layout.sequences
+    # while torch traces, the chunked form alone keeps values that are infinite or NaN in their own packed sequence
+    if form == "chunked" or (form == "parallel" and problem.layout.is_packed and sequences is None):
+        return _chunked_in_parts(problem)
     if sequences is not None:
         # one by one: no product of tokens of different sequences, whose values may be infinite or NaN
         outs = [_of_sequence(problem, queries, keys, form) for queries, keys in sequences]

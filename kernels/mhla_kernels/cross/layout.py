@@ -102,7 +102,9 @@ class CrossPartition(NamedTuple):
         """
         queries, keys = self.queries, self.keys
         if queries.owner is None or keys.owner is None:
-            pairs = BlockPairs(queries.blocks, keys.blocks, self.layout.keys.blocks / self.layout.queries.blocks)
+            # without queries, there are no distances to scale
+            rows_of_queries = self.layout.queries.blocks if self.layout.is_open else self.layout.queries.blocks or 1
+            pairs = BlockPairs(queries.blocks, keys.blocks, self.layout.keys.blocks / rows_of_queries)
             if self.layout.is_open:  # the numbers of blocks are upper bounds: a mixing may cover fewer
                 device = next(iter(mixing.tensors.values())).device
                 rows, columns = torch.arange(queries.blocks, device=device), torch.arange(keys.blocks, device=device)

@@ -137,11 +137,11 @@ def _weigh(out: Tensor, normalizer: Tensor | None, weighting: Weighting) -> Tens
 
 def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     summary, total = k.transpose(-1, -2) @ v, k.sum(-2)
-    # Sums that overflow become finite, since the blocks before them multiply them by zero. The block itself reads NaN,
-    # so that it does not return wrong numbers. Its normalizer stays finite: the gradient of an output that has none is zero.
-    spoilt = torch.where(_are_finite(summary, total), mixer.own, torch.nan)
+    # Sums that overflow become finite, since the blocks before them multiply them by zero. The block itself returns NaN,
+    # which is added, not multiplied: the gradient of an output that has none stays zero.
+    spoilt = summary.new_zeros(summary.shape[:3]).masked_fill(~_are_finite(summary, total), torch.nan)
     summary = finite_(summary)
-    out = q @ torch.addcmul(mixer(summary, causal=True), spoilt[..., None, None], summary)
+    out = q @ torch.addcmul(mixer(summary, causal=True), mixer.own[..., None, None], summary) + spoilt[..., None, None]
     if not normalize:
         return out, None
     total = finite_(total)

@@ -26,6 +26,7 @@ from typing_extensions import override
 from mhla_kernels.blocks import at_most, divide_up
 from mhla_kernels.finite import finite_
 from mhla_kernels.mixing.base import BlockShares, Mixing, Rows
+from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.mixing.fitting import fit_exponentials
 from mhla_kernels.mixing.pairs import BlockPairs
 from mhla_kernels.mixing.span import Span, make_span
@@ -144,7 +145,7 @@ class ExponentialMixing(Mixing):
             ``[Mq, Mk]``, or ``[H, Mq, Mk]`` for H heads.
         """
         if self.grid is not None:
-            return self.dense()
+            return DenseMixing(self.dense()).cross_matrix(pairs)  # by the place of each block in its packed sequence
         return _kernel(self.amplitude, self.decay, pairs.distance(self.amplitude))
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:

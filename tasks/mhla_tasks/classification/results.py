@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from lightning_mhla.callbacks.class_tables import CLASSES
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import gather_rows, run_folder
+from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.vision.preprocessing import Preprocessing
 
 MISTAKES = 12
@@ -66,6 +66,8 @@ class ClassResults(Callback):
         """
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
+        if not isinstance(outputs, dict) or "scores" not in outputs:  # a subclass may return something else
+            return
         probabilities = outputs["scores"].float().softmax(-1).cpu()
         labels, valid = batch["label"].cpu(), batch["valid"].cpu()
         predicted = probabilities.argmax(-1)
@@ -88,7 +90,7 @@ class ClassResults(Callback):
             counts[pair] += count
         path = run_folder(trainer) / CLASSES
         self._clear()
-        if not trainer.is_global_zero or not counts:
+        if not trainer.is_global_zero or not counts or not is_run_folder(trainer, path.parent):
             return
         content = {
             "step": trainer.global_step,

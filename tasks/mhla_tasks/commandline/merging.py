@@ -9,8 +9,7 @@ item in the list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning import LightningDataModule, LightningModule, Trainer
@@ -58,10 +57,23 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     return plain
 
 
-def _kinds_first(sources: Sequence[Source]) -> Iterator[Source]:
-    """Return the sources, with command-line options that choose a kind before the others, which may belong to that kind."""
-    for _, neighbors in groupby(sources, lambda source: source.option is None):
-        yield from sorted(neighbors, key=lambda source: not (source.option and source.option.name.endswith(f".{KIND}")))
+def _kinds_first(sources: Sequence[Source]) -> list[Source]:
+    """Return the sources with a kind of attention from the command line before typed ``options`` of the same attention.
+
+    They belong to that kind, in whatever order they were typed.
+    """
+    ordered = list(sources)
+    for source in sources:
+        name = source.option.name if source.option is not None else ""
+        if not name.endswith(f".{KIND}"):
+            continue
+        options = name.removesuffix(KIND) + "options"
+        place = next(index for index, other in enumerate(ordered) if other is source)
+        names = [other.option.name if other.option is not None else "" for other in ordered[:place]]
+        first = next((i for i, other in enumerate(names) if other == options or other.startswith(f"{options}.")), None)
+        if first is not None:
+            ordered.insert(first, ordered.pop(place))
+    return ordered
 
 
 def _plain(value: Any) -> Any:

@@ -165,6 +165,8 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     if best:
         if not isinstance(best["metric"], str):
             raise _BrokenRecordError("the metric of best is not a name")
+        if not isinstance(best.get("mode"), str | None):
+            raise _BrokenRecordError("the mode of best is not a name")
         best = {**best, "value": _finite(best.get("value"))}
     versions = record.get("versions") if isinstance(record.get("versions"), dict) else {}
     return {**record, "metrics": metrics, "best": best, "versions": versions}
