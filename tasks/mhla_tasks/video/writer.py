@@ -91,7 +91,9 @@ class ContinuationWriter(ClipWriter):
     def _summarize(self, rows: Sequence[Row]) -> None:
         """Write the means over all clips for each frame, and print them at the trained length and at its doublings."""
         start, trained = self._module.start, self._module.frames
-        errors = [mean(values) for values in zip(*(row["error"] for row in rows), strict=True)]
+        # clips of an interrupted run that continued with other options may have fewer true frames
+        compared = min(len(row["error"]) for row in rows)
+        errors = [mean(row["error"][frame] for row in rows) for frame in range(compared)]
         by_frame = {
             "first_frame": start + 1,
             "trained_frames": trained,
