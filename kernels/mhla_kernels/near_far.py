@@ -27,7 +27,11 @@ MOST_GRADIENT = 0.5
 LARGEST = 0.47
 """Exponent e: flash attention takes queries and keys up to ``max ** e`` (1e18 in float32), whose products do not overflow."""
 FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
-"""Fewest queries in a block for which flash attention pays, without and with a backward pass."""
+"""Fewest queries in a block for which flash attention pays, without and with a backward pass.
+
+On one thread of an AMD EPYC (torch 2.14.1), blocks of 32, 66 and 128 queries are faster without a backward pass; with one,
+blocks of 32 are slower, and blocks of 66 faster.
+"""
 
 
 class NearTokens(NamedTuple):
@@ -168,7 +172,9 @@ class _Combined(torch.autograd.Function):
             groups.append((_unrows(near, q), log_near))
         unseen = log_total == -torch.inf
         log_total = log_total.masked_fill(unseen, 0)
-        out = _far_factor(log_factor, log_total, no_far) * sums[..., :-1]
+        # in two steps: sums near the smallest number have a factor that overflows alone
+        half = _far_factor(log_factor / 2, log_total / 2, no_far)
+        out = half * (half * sums[..., :-1])
         for near, log_near in groups:
             out.addcmul_(near, (log_near - log_total).exp())
         out = out.masked_fill_(unseen, 0)

@@ -252,6 +252,19 @@ def layout_for(
     return BlockLayout(tuple(grid), blocks, first.block_size, prefix_tokens)
 
 
+def check_blocks(config: AttentionConfig, layout: BlockLayout) -> None:
+    """Check that the blocks of a layer's configuration, if it sets any, are those of the layer's layout.
+
+    Raises:
+        ValueError: if they differ.
+    """
+    grid = config.block_grid and tuple(config.block_grid)
+    if grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
+        raise ValueError(
+            f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
+        )
+
+
 def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, depth: int) -> list[AttentionConfig]:
     """Return the attention configurations of a model's layers, which may alternate between kinds of attention.
 

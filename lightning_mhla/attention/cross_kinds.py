@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig, check_blocks
 from lightning_mhla.attention.cross import CrossAttention, CrossInputs, check_cross_config
 from lightning_mhla.attention.cross_mixing import DenseCrossCoefficients, ExponentialCrossCoefficients
 from lightning_mhla.attention.features import LearnedFeatures, apply_features
@@ -96,11 +96,7 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
     ) -> None:
         super().__init__(dim, heads, layout, context_layout, config, **options)
         config = self.config
-        requested_grid = config.block_grid and tuple(config.block_grid)
-        if requested_grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
-            raise ValueError(
-                f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
-            )
+        check_blocks(config, layout)
         shared: dict[str, Any] = {
             "heads": heads if config.mixing_per_head else None,
             "init": config.mixing_init,

@@ -13,9 +13,8 @@ from typing_extensions import override
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mixing import (
     LOWER,
-    UPPER,
     ExponentialCoefficients,
-    MixingCoefficients,
+    FreeCoefficients,
     MixingInit,
     bounded,
     check_init,
@@ -55,7 +54,7 @@ def initial_cross_mixing(layout: BlockLayout, context_layout: BlockLayout, init:
     return (weight / weight.sum(-1, keepdim=True)).float()
 
 
-class DenseCrossCoefficients(MixingCoefficients):
+class DenseCrossCoefficients(FreeCoefficients):
     """Dense mixing coefficients of cross-attention: one free coefficient for each query block and each block of the context.
 
     Args:
@@ -77,16 +76,8 @@ class DenseCrossCoefficients(MixingCoefficients):
         init: MixingInit = "locality",
         trainable: bool = True,
     ) -> None:
-        super().__init__()
-        self._start = initial_cross_mixing(layout, context_layout, init).clamp(LOWER, UPPER)
-        initial = self._start.to(torch.get_default_device(), copy=True)
-        self.weight = nn.Parameter(initial if heads is None else initial.repeat(heads, 1, 1), requires_grad=trainable)
+        super().__init__(initial_cross_mixing(layout, context_layout, init), heads, trainable)
         self.grid, self.layouts = layout.block_grid, (layout, context_layout)
-
-    @torch.no_grad()
-    @override
-    def reset_parameters(self) -> None:
-        self.weight.copy_(self._start)
 
     def forward(  # type: ignore[override]
         self, queries: tuple[int, ...], keys: tuple[int, ...], first: int = 0
@@ -120,16 +111,6 @@ class DenseCrossCoefficients(MixingCoefficients):
         if values.shape[-2:] != self.weight.shape[-2:] or block_grid not in (None, self.grid):
             return None
         return for_heads(bounded(values), self.weight)
-
-    @override
-    def matrix(self) -> Tensor:
-        """Return the coefficients of all blocks, ``[Mq, Mk]`` or ``[H, Mq, Mk]``."""
-        return bounded(self.weight)
-
-    @torch.no_grad()
-    @override
-    def bring_inside_(self) -> None:
-        self.weight.copy_(bounded(self.weight))
 
 
 class ExponentialCrossCoefficients(ExponentialCoefficients):

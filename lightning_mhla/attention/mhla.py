@@ -9,7 +9,7 @@ from mhla_kernels.mixing import MixingLike
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.attention.config import AttentionConfig, Causal
+from lightning_mhla.attention.config import AttentionConfig, Causal, check_blocks
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.mixing import DenseCoefficients, ExponentialCoefficients, MixingCoefficients
 from lightning_mhla.attention.summaries import SummaryAttention
@@ -80,11 +80,7 @@ class MHLA(SummaryAttention, kind="mhla"):
             block_ordered=block_ordered,
             projections=projections,
         )
-        requested_grid = config.block_grid and tuple(config.block_grid)
-        if requested_grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):
-            raise ValueError(
-                f"the configuration asks for blocks {config.block_grid or config.block_size}, not those of {layout}"
-            )
+        check_blocks(config, layout)
         if self.causal and "block_size" not in self.blocks:
             raise ValueError(
                 f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"

@@ -166,7 +166,37 @@ class MixingCoefficients(nn.Module):
         return self
 
 
-class DenseCoefficients(MixingCoefficients):
+class FreeCoefficients(MixingCoefficients):
+    """Base class of dense mixing coefficients: one free coefficient for each pair of blocks.
+
+    Args:
+        start: initial coefficients, ``[Mq, Mk]``; those outside the bounds are set to the nearest bound.
+        heads: number of heads, each with its own coefficients; None for coefficients shared by all heads.
+        trainable: whether the coefficients are trained.
+    """
+
+    def __init__(self, start: Tensor, heads: int | None, trainable: bool) -> None:
+        super().__init__()
+        self._start = start.clamp(LOWER, UPPER)
+        initial = self._start.to(torch.get_default_device(), copy=True)
+        self.weight = nn.Parameter(initial if heads is None else initial.repeat(heads, 1, 1), requires_grad=trainable)
+
+    @torch.no_grad()
+    @override
+    def reset_parameters(self) -> None:
+        self.weight.copy_(self._start)
+
+    @override
+    def matrix(self) -> Tensor:
+        return bounded(self.weight)
+
+    @torch.no_grad()
+    @override
+    def bring_inside_(self) -> None:
+        self.weight.copy_(bounded(self.weight))
+
+
+class DenseCoefficients(FreeCoefficients):
     """Dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
@@ -188,19 +218,11 @@ class DenseCoefficients(MixingCoefficients):
         causal: bool = False,
         trainable: bool = True,
     ) -> None:
-        super().__init__()
         check_init(init)
         start = (locality_mixing if init == "locality" else uniform_mixing)(layout, causal)
-        self._start = start.clamp(LOWER, UPPER)
-        initial = self._start.to(torch.get_default_device(), copy=True)
-        self.weight = nn.Parameter(initial if heads is None else initial.repeat(heads, 1, 1), requires_grad=trainable)
+        super().__init__(start, heads, trainable)
         self.grid, self.prefix_tokens, self.causal = layout.block_grid, layout.prefix_tokens, causal
         self.cut = layout.block_size is not None
-
-    @torch.no_grad()
-    @override
-    def reset_parameters(self) -> None:
-        self.weight.copy_(self._start)
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> Tensor:
         """Return the mixing coefficients of M blocks, ``[M, M]``, or ``[H, M, M]`` if each of H heads has its own.
@@ -270,15 +292,6 @@ class DenseCoefficients(MixingCoefficients):
                 return None
             resized = resize_mixing(values, old, self.grid)
         return for_heads(resized, self.weight)
-
-    @override
-    def matrix(self) -> Tensor:
-        return bounded(self.weight)
-
-    @torch.no_grad()
-    @override
-    def bring_inside_(self) -> None:
-        self.weight.copy_(bounded(self.weight))
 
     def extend(self, blocks: int) -> None:
         """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change.

@@ -15,15 +15,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.swap.diffusers_cross import DiffusersCross
-from lightning_mhla.swap.diffusers_grid import InputGrid, merge_heads, patch_convolution, split_heads
-from lightning_mhla.swap.host import HostLibrary, blocks_along, build_beside, fit
+from lightning_mhla.swap.diffusers_grid import GridProcessor, InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.host import HostLibrary, blocks_along, build_beside
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -52,19 +51,10 @@ UNSUPPORTED = {
 """Attributes of diffusers' attention modules that swapped attention does not support, and the values they must have."""
 
 
-class SwappedAttention(nn.Module):
-    """diffusers attention processor that computes MHLA or another attention kind with the original projections and norms.
+class SwappedAttention(GridProcessor):
+    """diffusers attention processor that computes MHLA or another attention kind with the original projections and norms."""
 
-    Args:
-        attention: the new attention, without projections.
-        blocks: number of blocks along each axis of the token grid.
-        grid: hook that records the token grid of the model's current input.
-    """
-
-    def __init__(self, attention: Attention, blocks: tuple[int, ...], grid: InputGrid) -> None:
-        super().__init__()
-        self.attention, self.blocks, self.grid = attention, blocks, grid
-        self.fitted: tuple[BlockLayout, torch.device] | None = None
+    attention: Attention
 
     def __call__(
         self,
@@ -119,8 +109,7 @@ class SwappedAttention(nn.Module):
             raise ValueError(
                 "swapped attention is self-attention without a mask; encoder_hidden_states and attention_mask must be None"
             )
-        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
-        alone = fit(self, attention, layout, hidden_states.device)
+        attention, alone = self.attention, self.fit(hidden_states)
         rotary = None
         if rotary_emb is not None:
             cos, sin = (angles[0, :, 0] for angles in rotary_emb)

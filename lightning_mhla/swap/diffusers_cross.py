@@ -11,14 +11,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import BlockLayout, CrossAttention, CrossAttentionConfig, CrossProjections
-from lightning_mhla.swap.diffusers_grid import InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.diffusers_grid import GridProcessor, InputGrid, merge_heads, patch_convolution, split_heads
 from lightning_mhla.swap.groups import LayerGroup
-from lightning_mhla.swap.host import blocks_along, build_cross_beside, fit
+from lightning_mhla.swap.host import blocks_along, build_cross_beside
 from lightning_mhla.swap.masks import context_mask, padding_to_end
 
 CROSS_PROCESSORS = {
@@ -51,19 +50,10 @@ TEXT_TOKENS = 512
 """Default number of tokens that dense coefficients cover: no text encoder of a supported model gives more."""
 
 
-class SwappedCrossAttention(nn.Module):
-    """diffusers attention processor that computes MHLA or another kind of cross-attention with the original projections.
+class SwappedCrossAttention(GridProcessor):
+    """diffusers attention processor that computes MHLA or another kind of cross-attention with the original projections."""
 
-    Args:
-        attention: the new attention, without projections.
-        blocks: number of blocks along each axis of the token grid.
-        grid: hook that records the token grid of the model's current input.
-    """
-
-    def __init__(self, attention: CrossAttention, blocks: tuple[int, ...], grid: InputGrid) -> None:
-        super().__init__()
-        self.attention, self.blocks, self.grid = attention, blocks, grid
-        self.fitted: tuple[BlockLayout, torch.device] | None = None
+    attention: CrossAttention
 
     def __call__(
         self,
@@ -109,8 +99,7 @@ class SwappedCrossAttention(nn.Module):
             raise ValueError(
                 "swapped cross-attention needs encoder_hidden_states, the text that the tokens read, and no rotary_emb"
             )
-        attention, layout = self.attention, self.grid.layout(self.blocks, hidden_states.shape[1])
-        alone = fit(self, attention, layout, hidden_states.device)
+        attention, alone = self.attention, self.fit(hidden_states)
         real = context_mask(attention_mask, encoder_hidden_states.shape[1], encoder_hidden_states.shape[0])
         real, (context,) = padding_to_end(real, encoder_hidden_states)
         key_width, value_width = attention.key_width, attention.value_width

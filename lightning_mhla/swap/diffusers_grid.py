@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_mhla.swap.host import TokenGrid
+from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.swap.host import TokenGrid, fit
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
 """Possible names of the submodule whose convolution turns a model's input into tokens."""
@@ -86,3 +87,22 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
         if isinstance(module, nn.Conv2d | nn.Conv3d) and name.partition(".")[0] in PATCHES:
             return module
     raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
+
+
+class GridProcessor(nn.Module):
+    """Base class of diffusers attention processors that compute a new attention with the original projections.
+
+    Args:
+        attention: the new attention, without projections.
+        blocks: number of blocks along each axis of the token grid.
+        grid: hook that records the token grid of the model's current input.
+    """
+
+    def __init__(self, attention: Any, blocks: tuple[int, ...], grid: InputGrid) -> None:
+        super().__init__()
+        self.attention, self.blocks, self.grid = attention, blocks, grid
+        self.fitted: tuple[BlockLayout, torch.device] | None = None
+
+    def fit(self, tokens: Tensor) -> BlockLayout | None:
+        """Set the block layout of the attention for tokens ``[B, N, C]``; return it instead while torch traces."""
+        return fit(self, self.attention, self.grid.layout(self.blocks, tokens.shape[1]), tokens.device)

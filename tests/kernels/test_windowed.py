@@ -139,6 +139,16 @@ def test_keys_whose_scores_overflow_are_exact_for_those_that_see_them() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-3)
 
 
+def test_far_weights_that_almost_vanish_have_a_large_factor() -> None:
+    inputs = [x.float() for x in tensors(23)]
+    inputs[4] = inputs[4] * 1e-37
+    matrix = torch.full((6, 6), 1e-2)
+    far = torch.full_like(inputs[5], 100.0)
+    out = mhla_window_attention(*inputs[:5], matrix, block_size=SIZE, far=far)
+    exact = by_pairs(*(x.double() for x in (*inputs[:5], far)), matrix.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_features_that_are_not_contiguous(sinks: int, causal: bool) -> None:
