@@ -194,7 +194,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
     from mhla_kernels.blocks import TokenLayout
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
-    from mhla_kernels.triton_backend.cross import launch as cross_launch
+    from mhla_kernels.triton_backend.cross.call import sides
     from mhla_kernels.triton_backend.launch import backward, forward
     from mhla_kernels.triton_backend.rotary import launch_rotary
     from mhla_kernels.triton_backend.tables import kernel_tables
@@ -237,13 +237,12 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
         block_causal=variant.causal == "block",
     )
     with recording() as recorded, mock.patch.object(call, "chip_of", return_value=chip):
-        if variant.cross:
-            arguments_of_both_sides = _cross_arguments(checked, variant)
-            cross_launch.forward(arguments_of_both_sides)
-            cross_launch.backward(arguments_of_both_sides, q.new_zeros(*q.shape[:3], v.shape[-1]), (True,) * 4)
-        else:
-            forward(call.Call(checked))
-            backward(call.Call(checked), torch.zeros_like(v), (True,) * 4)
+        alone = call.Call(checked)
+        both: tuple[call.Call, call.Call] = (
+            sides(_cross_arguments(checked, variant)) if variant.cross else (alone, alone)
+        )
+        forward(*both)
+        backward(*both, q.new_zeros(*q.shape[:3], v.shape[-1]), (True,) * 4)
         angles = torch.zeros(tokens, variant.key_width // 2)
         for back in (False, True):
             launch_rotary(q, q, angles, angles, True, False, back)

@@ -87,7 +87,7 @@ LONG = (
     "test_benchmarks::test_losses_are_compared_to_the_last_bit",
     "test_benchmarks::test_what_sana_takes_is_counted",
     "test_benchmarks::test_what_wan_takes_is_counted",
-    "test_block_causal::test_nor_in_the_kernels",
+    "test_block_causal::test_later_blocks_do_not_change_earlier_ones_in_the_kernels",
     "test_block_causal::test_random_calls_of_the_kernels_agree_with_the_definition",
     "test_chat::test_in_a_terminal_a_reply_can_be_stopped",
     "test_chat::test_messages_from_a_pipe",

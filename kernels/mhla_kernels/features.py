@@ -14,7 +14,7 @@ FEATURE_MAP_FLOOR = 1e-6
 
 
 def map_features(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, key_mask: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, query_mask: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Apply the feature map to queries and keys, and set masked tokens to zero in queries, keys and values.
 
@@ -23,18 +23,26 @@ def map_features(
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
         feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
-        key_mask: ``[B, N]`` bool, False for masked tokens, which may hold any value, NaN included; None masks no token.
+        query_mask: ``[B, N]`` bool, False for masked queries, which may hold any value, NaN included; None masks no query.
+        key_mask: the same for keys and values; in self-attention, the same mask.
 
     Returns:
         Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.
     """
     if feature_map == "relu":
         q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
-    if key_mask is not None:
-        # masked_fill, not a product with the mask: zero times NaN would be NaN
-        hidden = ~key_mask[..., None, None]
-        q, k, v = (x.masked_fill(hidden, 0) for x in (q, k, v))
-    return q, k, v
+    return hide(q, query_mask), hide(k, key_mask), hide(v, key_mask)
+
+
+def hide(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Set masked tokens to zero.
+
+    Args:
+        x: tokens, ``[B, N, H, D]``.
+        mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None masks no token.
+    """
+    # masked_fill, not a product with the mask: zero times NaN would be NaN
+    return x if mask is None else x.masked_fill(~mask[..., None, None], 0)
 
 
 def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> Tensor:

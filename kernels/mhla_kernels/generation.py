@@ -202,7 +202,7 @@ def mhla_step(
     with without_autocast(q.device.type):
         dtype = problem.accumulate
         mixing = mixing.to(dtype)
-        q, k, v = map_features(q.to(dtype), k.to(dtype), v.to(dtype), feature_map, None)
+        q, k, v = map_features(q.to(dtype), k.to(dtype), v.to(dtype), feature_map, None, None)
         writes = state.may_write(q, k, v, *mixing.tensors.values())
         opened = state.advance(mixing, (True,) * batch, writes, donate_state)
         if causal == "block":

@@ -65,7 +65,7 @@ class Problem(NamedTuple):
     @property
     def accumulate(self) -> torch.dtype:
         """Dtype in which sums are computed: float64 if q, k or v is float64, otherwise float32."""
-        return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
+        return dtype_of_sums(self.q, self.k, self.v)
 
 
 def prepare(problem: Problem) -> Problem:
@@ -74,11 +74,24 @@ def prepare(problem: Problem) -> Problem:
     Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
     feature map is applied, and masked tokens are set to zero.
     """
-    dtype = problem.accumulate
-    k, v = repeat_heads(problem.q, problem.k, problem.v)
-    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (problem.q, k, v))
-    q, k, v = map_features(q, k, v, problem.feature_map, problem.key_mask)
-    return Problem(q, k, v, problem.mixing.to(dtype), problem.layout, problem.weighting)
+    mask = problem.key_mask
+    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, problem.feature_map, mask, mask)
+    return Problem(q, k, v, problem.mixing.to(q.dtype), problem.layout, problem.weighting)
+
+
+def prepare_tokens(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, query_mask: Tensor | None, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Repeat, convert, map and mask queries, keys and values, as :func:`prepare` describes."""
+    dtype = dtype_of_sums(q, k, v)
+    k, v = repeat_heads(q, k, v)
+    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
+    return map_features(q, k, v, feature_map, query_mask, key_mask)
+
+
+def dtype_of_sums(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype in which sums over tensors are computed: float64 if one of them has it, otherwise float32."""
+    return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

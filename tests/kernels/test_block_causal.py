@@ -63,7 +63,7 @@ def test_random_calls_agree_with_the_definition(case: Case) -> None:
         check_case(TORCH + SPANNING[:1] * spans(case), case)
 
 
-@fuzz(6)
+@fuzz(12)
 @given(case=block_causal_cases(tokens=36, heads=1, dtypes=["float32"]))
 def test_random_calls_of_the_kernels_agree_with_the_definition(case: Case) -> None:
     # in a thread: at hypothesis' depth of calls CPython 3.11 maps and unmaps a piece of its stack at every call
@@ -200,7 +200,7 @@ CALL: dict[str, Any] = {"block_size": 4, "causal": "block"}
 
 @pytest.mark.parametrize("mixing", MIXINGS.values(), ids=MIXINGS)
 def test_states_follow_the_rules_of_states(mixing: Any, tmp_path: Path) -> None:
-    """A state that is not donated stays; copies, files and selected rows go on as the original does."""
+    """A state that is not donated stays; copies, files and selected rows resume as the original does."""
     tensors = blocks(8)
     want = mhla_attention(*tensors, mixing, **CALL)
     _, state = mhla_prefill(*cut(tensors, 0, 3), mixing, **CALL)
@@ -355,7 +355,9 @@ def test_later_blocks_do_not_change_earlier_ones_by_a_bit(implementation: str, k
 
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
 @pytest.mark.parametrize(("implementation", "kind"), [*product(TRITON, KINDS), *product(SPANNING[1:], SPANNED)])
-def test_nor_in_the_kernels(implementation: str, kind: str, normalize: bool) -> None:
+def test_later_blocks_do_not_change_earlier_ones_in_the_kernels(
+    implementation: str, kind: str, normalize: bool
+) -> None:
     check_exact(implementation, kind, normalize, FACTORS[2:])
 
 

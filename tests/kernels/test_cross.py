@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import check_passes
 from cross_cases import CrossCall, CrossCase, build_cross, cross_cases
 from fuzzing import fuzz
 from hypothesis import given
@@ -16,37 +17,15 @@ from implementations import DEVICE, IMPLEMENTATIONS, TORCH, TRITON, attend, smal
 from mhla_kernels import ExponentialMixing, attention_matrix, limit_memory, mhla_attention
 from mhla_kernels.forms.cost import cheapest_cross_form
 from mhla_kernels.mixing import BlockPairs, Mixing
-from mhla_kernels.triton_backend.cross import launch
+from mhla_kernels.triton_backend import launch
 from mhla_kernels.triton_backend.cross.trial import CrossKind, try_cross_kernels
-from oracle import gradient_scales, gradients, relative_error
 from torch import Tensor
 
 DTYPES = torch.float32, torch.float32, torch.float64, torch.bfloat16
-LIMITS = {torch.float32: (1e-5, 1e-5), torch.float64: (1e-12, 1e-12), torch.bfloat16: (5e-3, 1e-2)}
-"""Allowed errors of outputs and of gradients, by dtype of q, k and v."""
-
-NAMES = ("q", "k", "v", "mixing or amplitude", "decay")
 
 
 def check_against_definition(implementations: tuple[str, ...], call: CrossCall) -> None:
-    """Compare outputs and all gradients with those of the definition in float64."""
-    q, _, v = call.tensors[:3]
-    cotangent = torch.randn(*q.shape[:3], v.shape[-1]).to(q.dtype)
-    exact = tuple(x.double() for x in call.tensors)
-    want_out, want_grads = gradients(call.definition, exact, cotangent)
-    # the same features are zero in the sum of magnitudes, which divides by the same normalizers
-    positive = tuple(x.relu() for x in exact[:2]) if "feature_map" in call.options else exact[:2]
-    scales = gradient_scales(call.definition, (*positive, *exact[2:]), cotangent, want_grads)
-    limit, gradient_limit = LIMITS[q.dtype]
-    for implementation in implementations:
-        got, grads = gradients(
-            lambda *x, name=implementation: attend(name, *x, **call.options), call.tensors, cotangent
-        )
-        assert got.dtype == v.dtype
-        assert relative_error(f"{implementation}: output", got, want_out) < limit
-        for name, grad, want, scale in zip(NAMES, grads, want_grads, scales, strict=False):
-            error = float((grad.double() - want).norm()) / max(scale, 1e-12)
-            assert error < gradient_limit, f"{implementation}: gradient of {name} is off by {error:.1e}"
+    check_passes(implementations, call.tensors, call.options, call.definition)
 
 
 @fuzz(250)

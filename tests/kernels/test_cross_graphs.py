@@ -181,7 +181,7 @@ def test_kernels_compile_as_one_graph(implementation: str) -> None:
 @pytest.mark.parametrize("implementation", TRITON)
 @pytest.mark.parametrize("wanted", [(0,), (1,), (2,), (3,)], ids=str)
 def test_only_gradients_that_are_asked_for(implementation: str, wanted: tuple[int, ...]) -> None:
-    """They are what they are among all."""
+    """A gradient that is computed alone is bit-identical to the one computed with all others."""
     backend, form = implementation.split()
     for normalize in (True, False):
         options: dict[str, Any] = {"block_size": 8, "form": form, "backend": backend, "normalize": normalize}

@@ -126,25 +126,23 @@ def _check_layouts(
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if key_block_size is not None and key_block_offsets is not None:
         raise ValueError("give only one of key_block_size (equal blocks) and key_block_offsets (uneven blocks)")
-    offsets = None if block_offsets is None else check_offsets(block_offsets, q.shape[1])
-    if key_block_size is None and key_block_offsets is None:
-        if offsets is not None and k.shape[1] != q.shape[1]:
-            raise ValueError(
-                f"block_offsets end at Nq={q.shape[1]}, so they cannot divide Nk={k.shape[1]} keys, too; give key_block_size "
-                "or key_block_offsets"
-            )
-        key_block_size, key_block_offsets = block_size, offsets
-    sides = []
-    for name, x, size, bounds in (
-        ("block", q, block_size, offsets),
-        ("key_block", k, key_block_size, key_block_offsets),
-    ):
-        if bounds is None:
-            assert size is not None
-            sides.append(TokenLayout(x.shape[1], check_block_size(size, f"{name}_size")))
-        else:
-            sides.append(TokenLayout(x.shape[1], 0, check_offsets(bounds, x.shape[1], f"{name}_offsets")))
-    return CrossLayout(*sides)
+    queries = _check_side("block", q.shape[1], block_size, block_offsets)
+    if key_block_size is not None or key_block_offsets is not None:
+        return CrossLayout(queries, _check_side("key_block", k.shape[1], key_block_size, key_block_offsets))
+    if queries.block_offsets is not None and k.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"block_offsets end at Nq={q.shape[1]}, so they cannot divide Nk={k.shape[1]} keys, too; give key_block_size "
+            "or key_block_offsets"
+        )
+    return CrossLayout(queries, queries._replace(tokens=k.shape[1]))
+
+
+def _check_side(name: str, tokens: int, size: int | None, offsets: Bounds | None) -> TokenLayout:
+    """Check the blocks of one side, whose arguments are called ``{name}_size`` and ``{name}_offsets``."""
+    if offsets is not None:
+        return TokenLayout(tokens, 0, check_offsets(offsets, tokens, f"{name}_offsets"))
+    assert size is not None
+    return TokenLayout(tokens, check_block_size(size, f"{name}_size"))
 
 
 SIDES = (("Nq", "queries", "Mq"), ("Nk", "keys", "Mk"))

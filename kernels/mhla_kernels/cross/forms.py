@@ -19,7 +19,8 @@ from torch import Tensor
 
 from mhla_kernels.backend import Form
 from mhla_kernels.cross.layout import CrossLayout, CrossPartition
-from mhla_kernels.cross.problem import CrossProblem, hide
+from mhla_kernels.cross.problem import CrossProblem
+from mhla_kernels.features import hide
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.attend import attend_parts
 from mhla_kernels.forms.chunked import bidirectional
@@ -63,8 +64,8 @@ def _attend(problem: CrossProblem, form: Form) -> Tensor:
         # one by one: no product of tokens of different sequences, whose values may be infinite or NaN
         outs = [_of_sequence(problem, queries, keys, form) for queries, keys in sequences]
         return torch.cat(outs, 1)
-    # the parallel form views its scores by blocks, which needs the numbers of tokens; it cannot tell packed sequences apart
-    if form == "parallel" and not problem.layout.is_open and not problem.layout.is_packed:
+    # the parallel form views its scores by blocks, which needs the numbers of tokens
+    if form == "parallel" and not problem.layout.is_open:
         return _parallel(problem)
     return reference.attend(cross_weights(problem), problem.v)
 

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from mhla_kernels.cross.layout import CrossLayout
-from mhla_kernels.features import FEATURE_MAP_FLOOR, FeatureMap
+from mhla_kernels.features import FeatureMap
 from mhla_kernels.mixing import Mixing
-from mhla_kernels.problem import Weighting, repeat_heads
+from mhla_kernels.problem import Weighting, prepare_tokens
 
 
 class CrossProblem(NamedTuple):
@@ -41,11 +40,6 @@ class CrossProblem(NamedTuple):
     query_mask: Tensor | None = None
     key_mask: Tensor | None = None
 
-    @property
-    def accumulate(self) -> torch.dtype:
-        """Dtype in which sums are computed: float64 if q, k or v is float64, otherwise float32."""
-        return torch.float64 if torch.float64 in (self.q.dtype, self.k.dtype, self.v.dtype) else torch.float32
-
 
 def prepare_cross(problem: CrossProblem) -> CrossProblem:
     """Prepare checked arguments for the PyTorch algorithms, and return them as a new object.
@@ -53,22 +47,7 @@ def prepare_cross(problem: CrossProblem) -> CrossProblem:
     Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
     feature map is applied, and masked queries, keys and values are set to zero. The query mask stays in the result.
     """
-    dtype = problem.accumulate
-    k, v = repeat_heads(problem.q, problem.k, problem.v)
-    q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (problem.q, k, v))
-    if problem.feature_map == "relu":
-        q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
-    # not a product with the mask: zero times NaN would be NaN
-    q, k, v = hide(q, problem.query_mask), hide(k, problem.key_mask), hide(v, problem.key_mask)
-    mixing = problem.mixing.to(dtype)
+    masks = problem.query_mask, problem.key_mask
+    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, problem.feature_map, *masks)
+    mixing = problem.mixing.to(q.dtype)
     return CrossProblem(q, k, v, mixing, problem.layout, problem.weighting, query_mask=problem.query_mask)
-
-
-def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set masked tokens to zero.
-
-    Args:
-        x: tokens, ``[B, N, H, D]``.
-        mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None masks no token.
-    """
-    return x if mask is None else x.masked_fill(~mask[..., None, None], 0)

@@ -185,7 +185,7 @@ def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
     if mask is not None:
         mask = gather_shares(mask.to(torch.uint8), 1, plan.tokens, plan.group) > 0
     every_k, every_v = every.split([k.shape[-1], v.shape[-1]], -1)
-    _, every_k, every_v = map_features(every_k, every_k, every_v, problem.feature_map, mask)
+    _, every_k, every_v = map_features(every_k, every_k, every_v, problem.feature_map, mask, mask)
     if problem.weighting.normalize:
         every_v = _with_ones(every_v, mask)
     blocks = _partition(plan.bounds, 0, plan.shares[-1], k.device)

@@ -91,8 +91,6 @@ class Call:
 
     def __init__(self, arguments: Arguments) -> None:
         self.arguments = arguments
-        self.columns: Call = self
-        """Call of the tokens that the tokens of this call form pairs with: itself, but for the two sides of cross-attention."""
         self.q, self.k, self.v, self.coefficients = arguments[:4]
         table, sequences, *token_rows = arguments.tables
         spanning, layout = arguments.form == "spanning", arguments.layout
@@ -115,6 +113,12 @@ class Call:
             matrix = self.coefficients[0]
             h, i, j = matrix.stride()
             self.pairs = matrix, 0 if len(matrix) == 1 else h, i, j
+
+    @property
+    def columns(self) -> Call:
+        """Call of the tokens that the tokens of this call form pairs with: itself, but for the two sides of cross-attention."""
+        # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
+        return self
 
     @property
     def rows(self) -> int:
@@ -150,11 +154,6 @@ class Call:
     def isolates_sequences(self) -> bool:
         """Whether infinite and NaN summaries of a packed sequence must not reach other sequences."""
         return False
-
-    @property
-    def column_size(self) -> int:
-        """Number of blocks of ``columns`` that the coefficients cover."""
-        return self.coefficients[0].shape[-1]
 
     @property
     def chip(self) -> int:

@@ -27,7 +27,7 @@ def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
         Outputs, ``[B, N, H, V]`` in the dtype of v, contiguous.
     """
     q, k, v = (x.to(dtype) for x in arguments[:3])
-    q, k, v = map_features(q, k, v, "relu" if arguments.relu else "identity", arguments.key_mask)
+    q, k, v = map_features(q, k, v, "relu" if arguments.relu else "identity", arguments.key_mask, arguments.key_mask)
     causal: Causal = "block" if arguments.causal and arguments.block_causal else arguments.causal
     weighting = Weighting(causal, None if arguments.eps is not None else 1.0, arguments.eps or 0.0)
     if arguments.form == "spanning":

@@ -18,24 +18,26 @@ from mhla_kernels.triton_backend.pairs import pair_gradient
 from mhla_kernels.triton_backend.summaries import are_overflowed, summarize
 
 
-def forward(call: Call) -> Tensor:
+def forward(call: Call, keys: Call) -> Tensor:
     """Run the forward pass of attention with Triton kernels, and return the outputs, ``[B, N, H, V]``.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options.
+        call: arguments of the attention operator, with lookup tables and launch options; in cross-attention, those of the
+            queries.
+        keys: the same call; in cross-attention, that of the keys.
     """
     if call.terms:
         return spanning.forward(call)
     mixed = running = None
     if call.chunked:
-        summary, running = summarize(call, call.k, call.v)
+        summary, running = summarize(keys, keys.k, keys.v)
         mixed = MIXERS[call.arguments.mixer].mix(call, summary)
         if call.block_causal:  # as in the PyTorch form, a block whose own sums overflowed reads NaN, not a wrong number
             mixed.masked_fill_(are_overflowed(summary)[..., None], torch.nan)
-    return attend(call, OUT.value, (call.q, call.k, call.v), call.q, mixed, running, None)[0]
+    return attend(call, OUT.value, (call.q, keys.k, keys.v), call.q, mixed, running, None)[0]
 
 
-def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
+def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
     """Run the backward pass of attention with Triton kernels.
 
     The key-value summaries of the blocks are computed again, because the forward pass does not save them. At most two
@@ -51,7 +53,7 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
         the coefficients are left out if not wanted.
     """
     of_q, of_k, of_v, of_mixing = needs_gradient
-    q, k, v = call.q, call.k, call.v
+    q, k, v = call.q, keys.k, keys.v
     gradient = gradient.to(q.dtype)
     if call.terms:
         of_tokens, of_span = spanning.backward(call, gradient, needs_gradient)
@@ -64,7 +66,7 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     summary = None
     if call.chunked and (of_q or of_mixing or call.normalize):
-        summary, running = summarize(call, k, v)
+        summary, running = summarize(keys, k, v)
     if of_q or call.normalize:  # mode DQ also writes the weights that the other modes read
         mixed = None if summary is None else mixer.mix(call, summary)
         dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
@@ -76,15 +78,15 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> li
             coefficients = mixer.gradients(call, d_mixed, summary)
         summary = None
         if of_k or of_v or call.token_causal:
-            mixed = mixer.mix(call, d_mixed, transposed=True)
+            mixed = mixer.mix(keys, d_mixed, transposed=True)
     if of_v:
-        dv, _ = attend(call, DV.value, (k, q, gradient), k, mixed, later, weights)
+        dv, _ = attend(keys, DV.value, (k, q, gradient), k, mixed, later, weights)
     # pairs inside a block have the coefficient m[i, i]; the mixing of summaries does not see them in the causal form
     needs_diagonal = of_mixing and call.chunked and call.token_causal
     if of_k or needs_diagonal:
-        dk, diagonal = attend(call, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
+        dk, diagonal = attend(keys, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
     if of_mixing and not call.chunked:
-        coefficients = [pair_gradient(call, gradient, weights)]
+        coefficients = [pair_gradient(keys, gradient, weights)]
     if diagonal is not None:
         mixer.add_own(call, coefficients, diagonal)
     return [dq if of_q else None, dk if of_k else None, dv, *(sum_rows(x, call) for x in coefficients)]

@@ -49,8 +49,7 @@ def mix_kernel(
     column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (row) of
     each block b. In self-attention, both are the same table. With ``ISOLATED``, infinite and NaN summaries make only mixtures
     of their own sequence NaN. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``.
-    Grid:
-    ``(B * H * tiles of blocks, parts of WIDTH)``.
+    Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

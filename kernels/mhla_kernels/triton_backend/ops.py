@@ -62,7 +62,8 @@ def attention(*arguments: Any) -> Tensor:
 
     def run() -> Tensor:
         with torch.cuda.device_of(named.q):
-            return launch.forward(Call(named))
+            call = Call(named)
+            return launch.forward(call, call)
 
     out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
     return out
@@ -100,7 +101,8 @@ def attention_backward(
 
     def run() -> list[Tensor | None]:
         with torch.cuda.device_of(named.q):
-            return launch.backward(Call(named), gradient, needs_gradient)
+            call = Call(named)
+            return launch.backward(call, call, gradient, needs_gradient)
 
     gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named))
     dq, dk, dv, *of_coefficients = no_missing(gradients, (named.q, named.k, named.v, *named.coefficients))

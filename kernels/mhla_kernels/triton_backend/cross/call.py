@@ -78,22 +78,22 @@ class Side(Call):
 
     Args:
         arguments: arguments of the shared kernels for this side.
-        is_keys: whether this is the side of the keys.
+        other: call of the other side, of which the kernels read sizes, tables and mask.
     """
 
-    def __init__(self, arguments: Arguments, is_keys: bool) -> None:
+    def __init__(self, arguments: Arguments, other: Call) -> None:
         super().__init__(arguments)
-        self.is_keys = is_keys
+        self.other = other
+
+    @property
+    @override
+    def columns(self) -> Call:
+        return self.other
 
     @property
     @override
     def isolates_sequences(self) -> bool:
         return self.tables.packed
-
-    @property
-    @override
-    def column_size(self) -> int:
-        return self.coefficients[0].shape[1 if self.is_keys else 2]
 
     @override
     def tile_table(self, rows: int) -> tuple[Tensor, int]:
@@ -107,32 +107,31 @@ class Side(Call):
 def sides(arguments: CrossArguments) -> tuple[Side, Side]:
     """Return the calls of the shared kernels for the queries and for the keys of a cross-attention call."""
     q, k, v = arguments[:3]
-    layout = arguments.layout
-    shape = v.new_empty(1, 1, 1, 1).expand(*q.shape[:3], v.shape[-1])  # values for every query, which are never read
-
-    def side(own_q: Tensor, own_k: Tensor, own_v: Tensor, is_keys: bool) -> Side:
-        blocks = layout[is_keys]
-        return Side(
-            Arguments(
-                own_q,
-                own_k,
-                own_v,
-                coefficients=[arguments.matrix],
-                tables=arguments.key_tables if is_keys else arguments.query_tables,
-                key_mask=arguments.key_mask if is_keys else arguments.query_mask,
-                cu_seqlens=blocks.cu_seqlens,
-                block_size=blocks.block_size,
-                block_offsets=None if blocks.block_offsets is None else list(blocks.block_offsets),
-                causal=False,
-                relu=arguments.relu,
-                eps=arguments.eps,
-                form=arguments.form,
-                mixer="dense",
-                guard="",
-            ),
-            is_keys,
-        )
-
-    queries, keys = side(q, q, shape, False), side(k, k, v, True)
-    queries.columns, keys.columns = keys, queries
-    return queries, keys
+    of_queries = Arguments(
+        q,
+        q,
+        v.new_empty(1, 1, 1, 1).expand(*q.shape[:3], v.shape[-1]),  # values for every query, which are never read
+        coefficients=[arguments.matrix],
+        tables=arguments.query_tables,
+        key_mask=arguments.query_mask,
+        cu_seqlens=arguments.cu_seqlens,
+        block_size=arguments.block_size,
+        block_offsets=arguments.block_offsets,
+        causal=False,
+        relu=arguments.relu,
+        eps=arguments.eps,
+        form=arguments.form,
+        mixer="dense",
+        guard="",
+    )
+    of_keys = of_queries._replace(
+        q=k,
+        k=k,
+        v=v,
+        tables=arguments.key_tables,
+        key_mask=arguments.key_mask,
+        cu_seqlens=arguments.key_cu_seqlens,
+        block_size=arguments.key_block_size,
+        block_offsets=arguments.key_block_offsets,
+    )
+    return Side(of_queries, Call(of_keys)), Side(of_keys, Call(of_queries))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.cross.forms import attend_cross, chunked_by, mix_by_matrix
-from mhla_kernels.cross.problem import CrossProblem, hide, prepare_cross
+from mhla_kernels.cross.problem import CrossProblem, prepare_cross
+from mhla_kernels.features import hide
 from mhla_kernels.mixing import DenseMixing
 from mhla_kernels.problem import Weighting
 from mhla_kernels.triton_backend.cross.call import CrossArguments

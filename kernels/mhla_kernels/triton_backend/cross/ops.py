@@ -1,4 +1,4 @@
-"""Registration of cross-attention as ``torch.ops.mhla.cross_attention``, as of self-attention in the module ``ops``.
+"""Registration of ``torch.ops.mhla.cross_attention`` with a fake kernel, an autograd formula and a FLOP count.
 
 :func:`mhla_kernels.mhla_attention` checks the arguments first, and handles empty inputs without this operator.
 """
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mhla_kernels.triton_backend.cross import fallback, launch
-from mhla_kernels.triton_backend.cross.call import CrossArguments
+from mhla_kernels.triton_backend import launch
+from mhla_kernels.triton_backend.cross import fallback
+from mhla_kernels.triton_backend.cross.call import CrossArguments, sides
 from mhla_kernels.triton_backend.ops import make_schema, no_missing
 from mhla_kernels.verdicts import guarded
 
@@ -38,7 +39,7 @@ def cross_attention(*arguments: Any) -> Tensor:
 
     def run() -> Tensor:
         with torch.cuda.device_of(named.q):
-            return launch.forward(named)
+            return launch.forward(*sides(named))
 
     out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
     return out
@@ -75,7 +76,7 @@ def cross_attention_backward(
 
     def run() -> list[Tensor | None]:
         with torch.cuda.device_of(named.q):
-            return launch.backward(named, gradient, needs_gradient)
+            return launch.backward(*sides(named), gradient, needs_gradient)
 
     gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named))
     dq, dk, dv, d_matrix = no_missing(gradients, named[:4])
