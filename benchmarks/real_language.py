@@ -37,11 +37,7 @@ WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "e
 ROWS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
     "mhla_window": {**WINDOW, "options": {"sinks": 4, "far_init": -4.0}},
-    "mhla_window, block 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -4.0}},
-    "mhla_window, block 256": {**WINDOW, "block_size": 256, "options": {"sinks": 4, "far_init": -4.0}},
     "window": {**WINDOW, "options": {"sinks": 4, "far_init": -math.inf}},
-    "window, block 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -math.inf}},
-    "mhla_window, block 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -4.0}},
     "window without sinks": {**WINDOW, "options": {"sinks": 0, "far_init": -math.inf}},
     "mhla": {**WINDOW, "kind": "mhla"},
     "linear": {"kind": "linear", "feature_map": "learned"},
@@ -201,7 +197,7 @@ def draw(folder: Path, picture: Path) -> None:
     colors = {name: f"C{number}" for number, name in enumerate(ROWS)}
     for row in sorted(rows, key=lambda row: row["tuned"]["4096"][0]):
         values, is_long = row["tuned"]["4096"][1:], row["tune"]["steps"] > STEPS[1]
-        if max(values) < LARGEST_DRAWN and not row["seed"]:
+        if max(values) < LARGEST_DRAWN and not row["seed"] and row["tune"]["steps"]:
             label = row["row"] + (f", {row['keep']:.0%} of the layers softmax" if row["keep"] else "")
             style = {"color": colors[row["row"]], "linestyle": ":" if row["keep"] else "--" if is_long else "-"}
             label += f", {row['tune']['steps']} steps"

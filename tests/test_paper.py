@@ -357,6 +357,9 @@ def test_the_guide_shows_the_measured_dinov2() -> None:
 def test_the_guide_shows_the_measured_smollm2() -> None:
     root = Path(__file__).parents[1]
     text = (root / "docs/guides/linearize.md").read_text()
+    folder = root / "benchmarks/results/real-language"
+    without = json.loads((folder / "window-without-sinks-seed-0-0-and-0-steps.json").read_text())
+    assert f"has a perplexity of {without['swapped']['1024'][0]:.1f} before training" in text
     for name, file in {
         "`softmax`": "softmax-seed-0",
         "`mhla_window` in all layers, 4 sinks, blocks of 128": "mhla_window-seed-0",
@@ -366,7 +369,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
         "`mhla_window` in all layers, longer": "mhla_window-seed-0-60-and-240-steps",
     }.items():
-        row = json.loads((root / f"benchmarks/results/real-language/{file}.json").read_text())
+        row = json.loads((folder / f"{file}.json").read_text())
         (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} | "))
         digits = 0 if "linear" in file else 2
         stages = [

@@ -41,6 +41,9 @@ MIXING_OPTIONS = (
 )  # fmt: skip
 """Options of :class:`AttentionConfig` that only kinds of mhla use."""
 
+EXPONENTIAL_OPTIONS = ("mixing_terms", "mixing_min_decay")
+"""Options among them that only exponential mixing uses."""
+
 
 @dataclass
 class AttentionConfig:
@@ -214,9 +217,10 @@ def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
         config: configuration of a layer.
         unused: names of the options that the kind ignores.
     """
-    _report(
-        config.kind, tuple(f.name for f in fields(config) if f.name in unused and getattr(config, f.name) != f.default)
-    )
+    changed = [field.name for field in fields(config) if getattr(config, field.name) != field.default]
+    _report(config.kind, tuple(name for name in changed if name in unused))
+    if config.mixing == "dense" and "mixing" not in unused:
+        _report(f"{config.kind} with mixing: dense", tuple(name for name in changed if name in EXPONENTIAL_OPTIONS))
 
 
 @cache

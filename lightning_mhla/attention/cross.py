@@ -179,8 +179,7 @@ class CrossAttention(nn.Module):
             context: context tokens ``[B, Nk, context_dim]``, in raster order.
             mask: mask of visible tokens, ``[B, Nq]`` bool. Outputs of hidden tokens are zero. None if all tokens are visible.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool. Hidden tokens do not influence the outputs, even if
-                they contain NaN. None if all are visible. Outputs of a row without visible context are those of a context of
-                zero attention.
+                they contain NaN. None if all are visible. The attention outputs of a row without visible context are zero.
             start: number of tokens of the sequence before ``x``, for generation piece by piece. Only for a layout with
                 ``block_size``.
             projections: projections to use if the layer has none of its own; None for the layer's own.

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
-from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig, check_blocks
+from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig, CrossAttentionConfig, check_blocks
 from lightning_mhla.attention.cross import CrossAttention, CrossInputs, check_cross_config
 from lightning_mhla.attention.cross_mixing import DenseCrossCoefficients, ExponentialCrossCoefficients
 from lightning_mhla.attention.features import LearnedFeatures, apply_features
@@ -97,6 +97,14 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
         super().__init__(dim, heads, layout, context_layout, config, **options)
         config = self.config
         check_blocks(config, layout)
+        if isinstance(config, CrossAttentionConfig) and (
+            config.key_block_size not in (None, context_layout.block_size)
+            or config.key_tokens not in (None, context_layout.num_tokens)
+        ):
+            raise ValueError(
+                f"the configuration asks for a context with key_tokens={config.key_tokens} and "
+                f"key_block_size={config.key_block_size}, not {context_layout}"
+            )
         shared: dict[str, Any] = {
             "heads": heads if config.mixing_per_head else None,
             "init": config.mixing_init,

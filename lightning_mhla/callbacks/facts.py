@@ -161,8 +161,11 @@ def _validation_period(trainer: Trainer) -> str:
     if epochs is None or interval not in (1.0, None):
         unit = " of an epoch" if isinstance(interval, float) else ""
         return f"val_check_interval={interval}{unit} does not end where the {_length(trainer)} end"
-    if not trainer.current_epoch:
-        return "the run ended before its first epoch did; set --trainer.val_check_interval to a number of batches"
+    if not trainer.is_last_batch:
+        return (
+            "the run ended inside an epoch; for a validation at its end, set --trainer.check_val_every_n_epoch=null and "
+            "--trainer.val_check_interval to a number of batches that divides the run"
+        )
     done = plural(trainer.current_epoch, "epoch")
     if epochs > trainer.current_epoch:
         return f"check_val_every_n_epoch={epochs} is more than the {done} of the run; set --trainer.check_val_every_n_epoch=1"

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lightning_mhla.callbacks.axes import Axis
 from lightning_mhla.system.numbers import rounded
 
 STYLE = """
@@ -152,15 +153,15 @@ def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | Non
     steps = [step for curve in curves for step, _ in curve.points]
     values = [value for curve in curves for _, value in curve.points] + ([reference[1]] if reference else [])
     logarithmic = min(values) > 0 and max(values) / min(values) > LOG_RATIO
-    scale_y = _Axis(min(values), max(values), HEIGHT - BOTTOM, TOP, logarithmic)
-    scale_x = _Axis(min(0, *steps), max(steps), LEFT, WIDTH - RIGHT, False, margin=0)
+    scale_y = Axis(min(values), max(values), HEIGHT - BOTTOM, TOP, logarithmic)
+    scale_x = Axis(min(0, *steps), max(steps), LEFT, WIDTH - RIGHT, margin=0)
     lines = []
-    for tick in scale_y.ticks():
-        y = scale_y(tick)
+    for value, label in scale_y.ticks():
+        y = scale_y(value)
         lines.append(f'<path class="frame" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick)}</text>')
-    for tick in scale_x.ticks():
-        lines.append(f'<text x="{scale_x(tick):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{_tick(tick)}</text>')
+        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+    for step, label in scale_x.ticks():
+        lines.append(f'<text x="{scale_x(step):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{label}</text>')
     axis_text = "optimizer step" + (" (logarithmic values)" if logarithmic else "")
     lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">{axis_text}</text>')
     if reference:
@@ -199,57 +200,3 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
     return [*means, points[-1]]
-
-
-def _tick(value: float) -> str:
-    """Format the number at a tick in at most seven characters."""
-    if value == 0:
-        return "0"
-    for size, sign in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= size:
-            return f"{value / (1e3 if sign == 'k' else size):.4g}{sign}"
-    return f"{value:,.4g}" if abs(value) >= 1e-3 else f"{value:.1e}"
-
-
-class _Axis:
-    """Axis of a plot: converts values to pixels and chooses round ticks.
-
-    Args:
-        low: smallest value.
-        high: largest value.
-        start: pixel of the lower end.
-        end: pixel of the upper end.
-        logarithmic: whether the axis is logarithmic; the values are then positive.
-        margin: share of the range that is added at both ends.
-    """
-
-    def __init__(
-        self, low: float, high: float, start: float, end: float, logarithmic: bool, margin: float = 0.05
-    ) -> None:
-        self.logarithmic, self.start, self.end = logarithmic, start, end
-        low, high = self._position(low), self._position(high)
-        if low == high:
-            half = abs(low) / 10 or 0.5
-            low, high = low - half, high + half
-        extra = (high - low) * margin
-        self.low, self.high = low - extra, high + extra
-
-    def _position(self, value: float) -> float:
-        return math.log10(value) if self.logarithmic else value
-
-    def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
-        return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
-
-    def ticks(self) -> list[float]:
-        """Return about four round values inside the axis, in ascending order."""
-        if self.logarithmic:
-            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
-            factors = (1, 2, 5) if self.high - self.low < 2.5 else (1,)
-            values = [factor * 10.0**decade for decade in decades for factor in factors]
-            return [value for value in values if self.low <= math.log10(value) <= self.high]
-        raw = (self.high - self.low) / 4
-        power = 10.0 ** math.floor(math.log10(raw))
-        step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * 0.999)
-        first = math.ceil(self.low / step - 1e-9)
-        return [index * step for index in range(first, math.floor(self.high / step + 1e-9) + 1)]

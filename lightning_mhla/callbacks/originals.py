@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,25 @@ def original_scores(folder: Path) -> dict[str, float]:
         return {}
     try:
         metrics = read_json(original / RECORD)["metrics"]
-        return {
-            str(name): float(points[-1][1]) for name, points in metrics.items() if points and points[-1][1] is not None
-        }
+        step = _loaded_step(Path(str(start)))
+        chosen = {name: [value for at, value in points if step in (None, at)] for name, points in metrics.items()}
+        return {str(name): float(values[-1]) for name, values in chosen.items() if values and values[-1] is not None}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # written by another version
         return {}
+
+
+def _loaded_step(path: Path) -> int | None:
+    """Return the step in the name of a checkpoint; None for ``last.ckpt`` and for a run, whose latest checkpoint is loaded.
+
+    Raises:
+        ValueError: if the name of a different checkpoint has no step, so that its scores are not known.
+    """
+    if path.name == "last.ckpt" or (path.is_dir() and path.suffix != ".ckpt"):
+        return None
+    match = re.search(r"step=?(\d+)", path.name)
+    if match is None:
+        raise ValueError(f"the name of {path} has no step")
+    return int(match[1])
 
 
 def _options(folder: Path) -> Mapping[str, Any]:

@@ -13,22 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
-
 from lightning_mhla.callbacks.class_tables import class_section
-from lightning_mhla.callbacks.markup import STYLE, Curve, document, picture, plot, plural
+from lightning_mhla.callbacks.markup import Curve, document, picture, plot, plural
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import MATCHING, panels_of, separate_stages
-from lightning_mhla.data.images import open_image
-from lightning_mhla.system.figures import DARK
+from lightning_mhla.callbacks.stored_pictures import newest_pictures, read_picture, step_of
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 
-__all__ = ["PAGE", "STYLE", "duration", "fenced", "write_page"]
-
 PAGE = "report.html"
-TYPES = {".png": "image/png", ".gif": "image/gif"}
 LONGEST = 20_000
 """Number of characters shown of a text file; the last ones are shown."""
 MAIN = ("accuracy", "bits_per_byte", "perplexity", "cosine", "loss")
@@ -203,7 +197,7 @@ def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
 
 
 def _command(text: str) -> str:
-    """Return a command as HTML that breaks lines only between its arguments."""
+    """Return a command as HTML that breaks lines only at its spaces."""
     return " ".join(f"<span>{html.escape(argument)}</span>" for argument in text.split(" "))
 
 
@@ -248,33 +242,18 @@ def _pictures(folder: Path, title: str, drawn: bool) -> str:
         title: title of the section.
         drawn: True for pictures that the model drew, False for those of its attention.
     """
-    newest: dict[str, Path] = {}
-    for path in sorted((folder / "pictures").glob("*")):
-        if path.suffix in TYPES:
-            newest[re.sub(r"-?step\d+", "", path.name)] = path  # names of one series differ in the step only
-    figures = [_figure(path) for name, path in newest.items() if drawn != (name.removesuffix(path.suffix) in ATTENTION)]
+    newest = newest_pictures(folder / "pictures")
+    figures = [_figure(path) for name, path in newest.items() if drawn != (Path(name).stem in ATTENTION)]
     return f"<h2>{title}</h2>{''.join(figures)}" if figures else ""
 
 
 def _figure(path: Path) -> str:
-    content, dark = path.read_bytes(), path.parent / DARK / path.name
-    if path.suffix == ".gif":  # the reader of pictures does not read animations
-        return picture(_caption(path, {}), TYPES[path.suffix], content, int.from_bytes(content[6:8], "little"))
-    try:
-        image = open_image(content)
-    except (OSError, Image.DecompressionBombError):  # a broken picture must not end a run
+    stored = read_picture(path)
+    if stored is None:
         return f'<div class="note">{html.escape(path.name)} is not a picture that can be read</div>'
-    dark_content = dark.read_bytes() if dark.is_file() else None
-    return picture(_caption(path, image.info), TYPES[path.suffix], content, image.width, dark_content)
-
-
-def _caption(path: Path, stored: Mapping[Any, Any]) -> str:
-    """Return the caption that is stored in a picture, or one made from the name of its file."""
-    if isinstance(text := stored.get("Description"), str):
-        return text
-    step = re.search(r"step(\d+)", path.stem)
-    name = re.sub(r"-?step\d+", "", path.stem)
-    return f"{name}, step {int(step[1]):,}" if step else name
+    step, name = step_of(path), re.sub(r"-?step\d+", "", path.stem)
+    caption = stored.description or (f"{name}, step {step:,}" if step >= 0 else name)
+    return picture(caption, stored.kind, stored.content, stored.width, stored.dark)
 
 
 def _samples(folder: Path) -> list[str]:

@@ -53,13 +53,13 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     if not replaced:
         raise ValueError(f"train={part!r} trains replaced attention, but no layer is replaced; set train: all")
     model.requires_grad_(False)
-    for layer, attention in replaced:
+    for _, _, layer, attention in replaced:
         trained: nn.Module = layer if part == "attention" else attention
         for name, parameter in trained.named_parameters():
             fixed = "mixing." in name and not attention.config.mixing_trainable
             parameter.requires_grad_(not fixed)
     if part == "lora":
-        _add_adapters(model, [name for layer, new in replaced for name in _projections(model, layer, new)], lora)
+        _add_adapters(model, [name for _, _, layer, new in replaced for name in _projections(model, layer, new)], lora)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
 

@@ -21,7 +21,15 @@ from typing_extensions import override
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.swap.diffusers_cross import DiffusersCross
-from lightning_mhla.swap.diffusers_grid import GridProcessor, InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.diffusers_grid import (
+    UNSUPPORTED,
+    GridProcessor,
+    InputGrid,
+    check_modules,
+    merge_heads,
+    patch_convolution,
+    split_heads,
+)
 from lightning_mhla.swap.host import HostLibrary, blocks_along, build_beside
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
@@ -37,18 +45,6 @@ PROCESSORS = {
     "SanaVideoTransformer3DModel": "SanaLinearAttnProcessor3_0",
 }
 """Supported diffusers models, each with the class of the attention processor that the new attention replaces."""
-
-UNSUPPORTED = {
-    "group_norm": None,
-    "spatial_norm": None,
-    "residual_connection": False,
-    "rescale_output_factor": 1.0,
-    "fused_projections": False,
-    "is_cross_attention": False,
-    "is_causal": False,
-    "added_kv_proj_dim": None,
-}
-"""Attributes of diffusers' attention modules that swapped attention does not support, and the values they must have."""
 
 
 class SwappedAttention(GridProcessor):
@@ -163,24 +159,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
         raise ValueError(
             f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not support"
         )
-    for index, host in hosts.items():
-        if (processor := type(host.processor).__name__) != PROCESSORS[supported_class]:
-            raise ValueError(
-                f"attn1 of block {index} has processor {processor}, but swapped attention replaces "
-                f"{PROCESSORS[supported_class]}; set that processor first"
-            )
-        for name, plain in UNSUPPORTED.items():
-            if (value := getattr(host, name, plain)) not in (plain, None):
-                raise ValueError(
-                    f"attn1 of block {index} has {name}={value!r}, which swapped attention does not support"
-                )
-        for name in ("norm_q", "norm_k"):
-            norm = getattr(host, name)
-            if norm is not None and getattr(norm, "weight", None) is None:
-                raise ValueError(
-                    f"attn1 of block {index} has {name}={norm!r} without weights, which swapped attention does not "
-                    "support"
-                )
+    check_modules("attn1", hosts, PROCESSORS[supported_class], {**UNSUPPORTED, "is_cross_attention": False})
 
 
 def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import BlockLayout, CrossAttention, CrossAttentionConfig, CrossProjections
-from lightning_mhla.swap.diffusers_grid import GridProcessor, InputGrid, merge_heads, patch_convolution, split_heads
+from lightning_mhla.swap.diffusers_grid import (
+    UNSUPPORTED,
+    GridProcessor,
+    InputGrid,
+    check_modules,
+    merge_heads,
+    patch_convolution,
+    split_heads,
+)
 from lightning_mhla.swap.groups import LayerGroup
 from lightning_mhla.swap.host import blocks_along, build_cross_beside
 from lightning_mhla.swap.masks import context_mask, padding_to_end
@@ -30,18 +38,6 @@ CROSS_PROCESSORS = {
     "SanaVideoTransformer3DModel": "SanaAttnProcessor2_0",
 }
 """Supported diffusers models, each with the class of the processor of ``attn2`` that the new attention replaces."""
-
-CROSS_UNSUPPORTED = {
-    "group_norm": None,
-    "spatial_norm": None,
-    "norm_cross": None,
-    "residual_connection": False,
-    "rescale_output_factor": 1.0,
-    "fused_projections": False,
-    "is_causal": False,
-    "added_kv_proj_dim": None,
-}
-"""Attributes of diffusers' attention modules that swapped cross-attention does not support, and the values they must have."""
 
 TEXT_BLOCK = 16
 """Default number of tokens in a block of the text, few enough to tell the parts of a short caption apart."""
@@ -138,25 +134,7 @@ class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]) -> None:
-        expected = _processor(model)
-        for index, layer in layers.items():
-            if (processor := type(layer.processor).__name__) != expected:
-                raise ValueError(
-                    f"attn2 of block {index} has processor {processor} (an IP-Adapter or another change), but swapped "
-                    f"cross-attention replaces {expected}; set that processor first"
-                )
-            for name, plain in CROSS_UNSUPPORTED.items():
-                if (value := getattr(layer, name, plain)) not in (plain, None):
-                    raise ValueError(
-                        f"attn2 of block {index} has {name}={value!r}, which swapped cross-attention does not support"
-                    )
-            for name in ("norm_q", "norm_k"):
-                norm = getattr(layer, name)
-                if norm is not None and getattr(norm, "weight", None) is None:
-                    raise ValueError(
-                        f"attn2 of block {index} has {name}={norm!r} without weights, which swapped cross-attention does not "
-                        "support"
-                    )
+        check_modules("attn2", layers, str(_processor(model)), {**UNSUPPORTED, "norm_cross": None})
 
     @override
     def replace(
@@ -200,10 +178,7 @@ def _build(layer: Any, config: CrossAttentionConfig, axes: int) -> CrossAttentio
         config: configuration of the new attention, with all options for the context set.
         axes: number of axes of the token grid: 2 for images, 3 for clips.
     """
-    if config.kind not in CrossAttention.kinds:
-        blocks: tuple[int, ...] = (1,) * axes  # building raises the error for this kind
-    else:
-        blocks = blocks_along(axes, config)
+    blocks = blocks_along(axes, config)
     heads, key_width = layer.heads, layer.to_q.out_features // layer.heads
     keys = layer.to_k.out_features // key_width
     return build_cross_beside(

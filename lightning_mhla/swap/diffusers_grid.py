@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,17 @@ from lightning_mhla.swap.host import TokenGrid, fit
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
 """Possible names of the submodule whose convolution turns a model's input into tokens."""
+
+UNSUPPORTED = {
+    "group_norm": None,
+    "spatial_norm": None,
+    "residual_connection": False,
+    "rescale_output_factor": 1.0,
+    "fused_projections": False,
+    "is_causal": False,
+    "added_kv_proj_dim": None,
+}
+"""Attributes of diffusers' attention modules that swapped attention does not support, and the values they must have."""
 
 HALF_MAX = torch.finfo(torch.float16).max
 
@@ -106,3 +118,32 @@ class GridProcessor(nn.Module):
     def fit(self, tokens: Tensor) -> BlockLayout | None:
         """Set the block layout of the attention for tokens ``[B, N, C]``; return it instead while torch traces."""
         return fit(self, self.attention, self.grid.layout(self.blocks, tokens.shape[1]), tokens.device)
+
+
+def check_modules(name: str, modules: Mapping[int, Any], processor: str, unsupported: Mapping[str, Any]) -> None:
+    """Check that diffusers' attention modules have no feature that swapped attention lacks.
+
+    Args:
+        name: name of the modules in their blocks, for error messages.
+        modules: attention modules by the number of their block.
+        processor: name of the class of the processor that the new attention replaces.
+        unsupported: attributes that swapped attention does not support, with the values they must have.
+
+    Raises:
+        ValueError: if a module has a different processor, an unsupported attribute, or a norm without weights.
+    """
+    for index, module in modules.items():
+        if (present := type(module.processor).__name__) != processor:
+            raise ValueError(
+                f"{name} of block {index} has processor {present}, an IP-Adapter or another change, but swapped attention "
+                f"replaces {processor}; set that processor first"
+            )
+        attributes = {key: getattr(module, key, plain) for key, plain in unsupported.items()}
+        features = {key: value for key, value in attributes.items() if value not in (unsupported[key], None)}
+        norms = {key: getattr(module, key) for key in ("norm_q", "norm_k")}
+        bare = {key: norm for key, norm in norms.items() if norm is not None and getattr(norm, "weight", None) is None}
+        for key, value in {**features, **bare}.items():
+            without = " without weights" if key in bare else ""
+            raise ValueError(
+                f"{name} of block {index} has {key}={value!r}{without}, which swapped attention does not support"
+            )

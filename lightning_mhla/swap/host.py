@@ -14,7 +14,7 @@ from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,22 @@ HUB_OPTIONS = (
     "local_files_only", "proxies", "max_memory", "offload_folder", "low_cpu_mem_usage", "quantization_config",
 )  # fmt: skip
 """Options of ``from_pretrained`` that are passed on to transformers and diffusers."""
+
+
+class ReplacedLayer(NamedTuple):
+    """Layer whose attention was replaced.
+
+    Attributes:
+        group: self-attention or cross-attention of the library, to which the layer belongs.
+        number: number of the layer in its group.
+        module: attention module of the library, whose projections stay in use.
+        attention: the new attention.
+    """
+
+    group: LayerGroup[Any, Any]
+    number: int
+    module: Any
+    attention: Attention | CrossAttention
 
 
 class HostLibrary(LayerGroup[Attention, AttentionConfig]):
@@ -80,17 +96,15 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         if CROSS in record:
             self.cross.put_in(model, record[CROSS])
 
-    def replaced(self, model: Any) -> list[tuple[Any, Attention | CrossAttention]]:
-        """Return all attention modules whose attention was replaced, each with its new attention.
-
-        Self-attention comes first, in the order of the layers, then cross-attention.
-        """
-        pairs: list[tuple[Any, Attention | CrossAttention]] = []
-        for group in (self, self.cross):
-            new: Mapping[int, Any] = group.swapped(model)
-            layers = group.layers(model) if new else []
-            pairs += [(layers[index], attention) for index, attention in new.items()]
-        return pairs
+    def replaced(self, model: Any) -> list[ReplacedLayer]:
+        """Return all layers whose attention was replaced: self-attention in the order of the layers, then cross-attention."""
+        replaced_layers: list[ReplacedLayer] = []
+        groups: tuple[LayerGroup[Any, Any], ...] = (self, self.cross)
+        for group in groups:
+            new = group.swapped(model)
+            modules = group.layers(model) if new else []
+            replaced_layers += [ReplacedLayer(group, index, modules[index], layer) for index, layer in new.items()]
+        return replaced_layers
 
     def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
         """Divide the tokens of the model's next inputs into a different number of blocks, in layers whose kind has blocks.
@@ -110,25 +124,19 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layers: numbers of the self-attention layers to switch; None for all replaced layers, with cross-attention.
+            layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
             NotImplementedError: if models of this library do not keep the original attention.
         """
-        if layers is None:
-            replaced = [layer for layer, _ in self.replaced(model)]
-        else:
-            every = self.layers(model)
-            replaced = [every[index] for index in self.swapped(model) if index in layers]
-        crossing = {id(layer) for layer, new in self.replaced(model) if isinstance(new, CrossAttention)}
-        groups = [self.cross if id(layer) in crossing else self for layer in replaced]
-        for group, layer in zip(groups, replaced, strict=True):
-            group.use_original(model, layer, True)
+        switched = [entry for entry in self.replaced(model) if layers is None or entry.number in layers]
+        for entry in switched:
+            entry.group.use_original(model, entry.module, True)
         try:
             yield
         finally:
-            for group, layer in zip(groups, replaced, strict=True):
-                group.use_original(model, layer, False)
+            for entry in switched:
+                entry.group.use_original(model, entry.module, False)
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_mhla.attention import CrossAttention
-from lightning_mhla.swap.swapping import host_of, swapped_layers
+from lightning_mhla.swap.swapping import host_of
 
 
 def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
@@ -27,7 +26,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-        layers: numbers of the self-attention layers to switch; None for all replaced layers, with cross-attention.
+        layers: numbers of the layers to switch; None for all replaced layers.
 
     Raises:
         NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. The exception is
@@ -56,7 +55,7 @@ class LayerCosts:
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
-    """Evaluate a model with its original attention, with all layers replaced, and with one self-attention layer replaced.
+    """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
@@ -69,7 +68,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
     Raises:
         NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
     """
-    every = set(swapped_layers(model))
+    every = {entry.number for entry in host_of(model).replaced(model)}
     alone = {}
     with original_attention(model):
         original = measure()
@@ -85,7 +84,7 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
     When the context is left, the other parameters have their previous ``requires_grad`` again.
     """
-    new = {id(parameter) for _, layer in host_of(model).replaced(model) for parameter in layer.parameters()}
+    new = {id(parameter) for entry in host_of(model).replaced(model) for parameter in entry.attention.parameters()}
     original_parameters = [
         parameter for parameter in model.parameters() if parameter.requires_grad and id(parameter) not in new
     ]
@@ -124,7 +123,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
             run()
 
     recomputes = bool(getattr(model, "is_activation_checkpointing", False))
-    itself = {layer: layer for layer, _ in host.replaced(model)}
+    itself = {entry.module: entry.module for entry in host.replaced(model)}
     return matching_loss(model, itself, run_original, recomputes, partial(only_new_trained, model))
 
 
@@ -158,7 +157,7 @@ def matching_loss(
     if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
     host = host_of(model)
-    crossing = {layer for layer, new in host.replaced(model) if isinstance(new, CrossAttention)}
+    groups = {entry.module: entry.group for entry in host.replaced(model)}
     calls: deque[tuple[nn.Module, tuple[Any, ...], dict[str, Any], Tensor]] = deque()
 
     def record(original: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -180,7 +179,7 @@ def matching_loss(
                 return _first(layer(*args, **kwargs)).float()
 
         new = checkpoint(call, *args, use_reentrant=False, **kwargs) if recomputes else call(*args, **kwargs)
-        group: Any = host.cross if layer in crossing else host
+        group = groups.get(layer, host)  # replaced layers of a different copy of the model have self-attention
         distances.append(_distance(new, output, group.real_tokens(kwargs, output)))
     return torch.stack(distances).mean()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -190,6 +191,7 @@ def test_only_the_new_attention_learns_to_match_the_original(family: str) -> Non
     assert all(".swapped." in name for name in learning)
     costs = layer_costs(other, lambda: float(logits(other, read(other), written()).square().mean()))
     assert costs.original != costs.replaced
+    assert sorted(costs.alone) == [0, 1]
 
 
 def test_weights_to_train_are_chosen_in_cross_attention_too() -> None:
@@ -224,7 +226,9 @@ def test_saved_models_are_the_same_in_a_new_process(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / family / "swapped")
         torch.save({**read(model), "decoder_input_ids": written()}, tmp_path / family / "inputs.pt")
     command = [sys.executable, "-c", LOAD, *(str(tmp_path / family) for family in models)]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     for family, model in models.items():
         out = torch.load(tmp_path / family / "out.pt", weights_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -175,7 +176,9 @@ def test_a_saved_model_is_the_same_in_a_new_process(tmp_path: Path) -> None:
         str(tmp_path / "inputs.pt"),
         str(tmp_path / "out.pt"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert torch.equal(torch.load(tmp_path / "out.pt", weights_only=True), output(model, "Wan", text()))
 
@@ -202,12 +205,12 @@ def test_a_swapped_model_trains_and_takes_other_sizes() -> None:
         (
             lambda: i2v(),
             {},
-            "attn2 of block 0 has added_kv_proj_dim=48, which swapped cross-attention does not support",
+            "attn2 of block 0 has added_kv_proj_dim=48, which swapped attention does not support",
         ),
         (
             lambda: adapted(),
             {},
-            "attn2 of block 0 has processor AttnProcessor .an IP-Adapter or another change.*set that processor",
+            "attn2 of block 0 has processor AttnProcessor, an IP-Adapter or another change, .*set that processor",
         ),
         (
             lambda: tiny("SANA"),
@@ -248,7 +251,7 @@ def adapted() -> Any:
 def test_calls_that_cannot_be_right_are_rejected() -> None:
     model = swapped(tiny("SANA"), "SANA")
     with pytest.raises(
-        ValueError, match=r"\[7\] context blocks do not fit dense coefficients, which were made for \[7\]|\[8\]"
+        ValueError, match=r"\[8\] context blocks do not fit dense coefficients, which were made for \[7\]"
     ):
         output(model, "SANA", text(23))
     with pytest.raises(ValueError, match=r"the attention mask has shape \[2, 1, 9\], but the context has 11 tokens"):

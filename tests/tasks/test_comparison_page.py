@@ -132,9 +132,13 @@ def test_pictures_stand_side_by_side_at_their_last_step(tmp_path: Path) -> None:
     Image.new("L", (2, 2), 1).save(tmp_path / "b/pictures/dark/mixing-step0100.png")
     (tmp_path / "a/checkpoints").mkdir()
     Image.new("L", (2, 2)).save(tmp_path / "a/checkpoints/learning_curves.png")
+    Image.new("L", (2, 2)).save(tmp_path / "b/pictures/mixing-step0100.gif")
     page = page_of(tmp_path)
     shown = [base64.b64decode(attributes["src"].partition(",")[2]) for attributes in page.named("img")]
-    paths = ["a/pictures/attention-step0100.png", "b/pictures/attention-step0100.png", "b/pictures/mixing-step0100.png"]
+    paths = [
+        "a/pictures/attention-step0100.png", "b/pictures/attention-step0100.png", "b/pictures/mixing-step0100.gif",
+        "b/pictures/mixing-step0100.png",
+    ]  # fmt: skip
     assert shown == [(tmp_path / path).read_bytes() for path in paths]
     (dark,) = page.named("source")
     assert dark["media"] == "(prefers-color-scheme: dark)"

@@ -108,7 +108,7 @@ def write_card(
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
         f"## Loading\n\n{fenced(code, 'python')}",
         *_classes(module),
-        f"## Training data\n\n{_data(content, data)}",
+        f"## Training data\n\n{_data(data)}",
         f"## Metrics\n\n{_metrics(content, origin)}",
         f"## Commands\n\n{_commands(origin)}",
         f"## Training\n\n{content.get('global_step', 0):,} optimizer steps, {content.get('epoch', 0) + 1} epochs"
@@ -150,7 +150,7 @@ def _report(content: Mapping[str, Any]) -> dict[str, Any]:
     return dict((content.get("callbacks") or {}).get("RunReport") or {})
 
 
-def _data(content: Mapping[str, Any], data: Mapping[str, Any]) -> str:
+def _data(data: Mapping[str, Any]) -> str:
     if not data:
         return "The checkpoint does not say which."
     return fenced(_yaml(data), "yaml")

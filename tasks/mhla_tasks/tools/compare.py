@@ -60,7 +60,7 @@ def compare(
             "markdown": lambda: as_markdown(table),
             "csv": lambda: as_csv(table, groups),
             "latex": lambda: as_latex(table),
-            "json": lambda: json.dumps(as_json(runs), indent=1) + "\n",
+            "json": lambda: json.dumps(as_json(runs, metrics), indent=1) + "\n",
         }
         sys.stdout.write(texts[form]())
         sys.stderr.write("".join(f"{remark}\n" for remark in map(harmless, remarks(groups))))

@@ -172,6 +172,11 @@ class VideoContinuation(GenerativeModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the mean cross-entropy of the predicted frames, from earlier frames with random errors."""
         frames = self.network.to_levels(batch["video"])
+        if frames.shape[1] != self.frames:  # pictures and predictions would name a wrong trained length
+            raise ValueError(
+                f"training clips have {frames.shape[1]} frames, but model.frames={self.frames}; set --data.frames and "
+                "--model.frames to the same number"
+            )
         return self.log_loss(self._losses(self._with_errors(frames), frames).mean(), len(frames))
 
     @override

@@ -12,6 +12,7 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.callbacks import log_figure
 from mhla_tasks.video.bouncing import BouncingDigits
@@ -44,10 +45,11 @@ class ContinuationPictures(PeriodicEvaluation):
         self.clips, self.frames = clips, frames
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that the model continues clips, and that the data has clips of any length.
+        """Check before training that the model can continue clips of the requested length, and the data has their truth.
 
         Raises:
-            ValueError: if it is not so.
+            ValueError: if the model is not a VideoContinuation, the data is not BouncingDigits, or the clips are too long for
+                the model or not longer than their copied frames.
         """
         data = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(pl_module, VideoContinuation) or not isinstance(data, BouncingDigits):
@@ -55,6 +57,7 @@ class ContinuationPictures(PeriodicEvaluation):
                 "ContinuationPictures needs the model VideoContinuation and the data BouncingDigits, not "
                 f"{type(pl_module).__name__} and {type(data).__name__}; remove it from trainer.callbacks"
             )
+        pl_module.network.check_length(pl_module.start, self.frames or pl_module.sampling.frames)
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue the clips, on the first process or on all processes if the weights are sharded, and write their pictures."""
@@ -80,8 +83,12 @@ class ContinuationPictures(PeriodicEvaluation):
     def _keep(self, trainer: Trainer, module: VideoContinuation, truth: Tensor, clips: Tensor, folder: Path) -> None:
         name = f"continued-step{trainer.global_step:07d}"
         figure = draw_continuations(list(truth), list(clips), module.start, module.frames)
-        folder.mkdir(parents=True, exist_ok=True)
-        figure.savefig(folder / f"{name}.png", dpi=110)
+        caption = (
+            f"Held-out clips continued at step {trainer.global_step:,}, each below the true clip. The first {module.start} "
+            f"frames are copied; training clips have {module.frames} frames. Look for objects that keep their shape and path "
+            "after that."
+        )
+        save_figure(figure, folder / f"{name}.png", caption)
         write_animation(folder / f"{name}.gif", side_by_side(list(truth), list(clips)), module.sampling.fps)
         log_figure(trainer, "continued", figure)
         errors = torch.stack([relative_errors(*pair) for pair in zip(clips, truth, strict=True)])[:, module.start :]

@@ -25,7 +25,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
     The colors of a pixel are levels, whole numbers from 0 to ``levels - 1``. Each frame is divided into square patches, and the
     model reads a patch and its surroundings as one token. A token attends to all tokens of its frame and of earlier frames
     (block-causal attention). From the token of a patch, the model predicts the levels of the same patch in the next frame.
-    Since no part of the model knows the number of a frame, it continues clips of any length.
+    Unless the mixing coefficients are dense, the model continues clips of any length.
 
     ``save_pretrained(folder)`` writes safetensors and ``config.json``; ``FrameTransformer.from_pretrained(folder)`` loads them.
 
@@ -157,21 +157,31 @@ class FrameTransformer(ModelMixin, ConfigMixin):
             Each new frame ``[B, 1, C, H, W]`` int64, and the size of the states in bytes from which it was predicted.
 
         Raises:
-            ValueError: if the attention does not support clips of that length, or ``frames`` does not exceed the first ones.
+            ValueError: see :meth:`check_length`.
         """
-        if frames <= first.shape[1]:
-            raise ValueError(
-                f"clips of {frames} frames do not continue their {first.shape[1]} first frames; ask for more"
-            )
+        self.check_length(first.shape[1], frames)
+        cache, newest = self.new_cache(), first
+        for _ in range(frames - first.shape[1]):
+            newest = self.next_frame(newest, cache)
+            yield newest, cache.bytes
+
+    def check_length(self, first: int, frames: int) -> None:
+        """Check that the model can continue clips to a length.
+
+        Args:
+            first: number of first frames.
+            frames: number of frames of the complete clips, including the first ones.
+
+        Raises:
+            ValueError: if the attention does not support clips of that length, or ``frames`` does not exceed ``first``.
+        """
+        if frames <= first:
+            raise ValueError(f"clips of {frames} frames do not continue their {first} first frames; ask for more")
         if self.max_frames is not None and frames > self.max_frames:
             raise ValueError(
                 f"clips of {frames} frames are longer than the {self.max_frames} of the model's mixing coefficients; train "
                 "with mixing: exponential, which continues clips of any length"
             )
-        cache, newest = self.new_cache(), first
-        for _ in range(frames - first.shape[1]):
-            newest = self.next_frame(newest, cache)
-            yield newest, cache.bytes
 
     def _tokens(self, frames: Tensor) -> Tensor:
         pixels = frames.flatten(0, 1).to(self.head.weight.dtype) * (2 / (self.levels - 1)) - 1

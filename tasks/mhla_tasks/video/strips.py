@@ -80,8 +80,7 @@ def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: 
     """
     rows = []
     for number, (true, clip) in enumerate(zip(truth, clips, strict=True), 1):
-        lacking = torch.full_like(clip[len(true) :], GAP)
-        rows += [(f"{number}: truth", torch.cat([true[: len(clip)], lacking])), ("continued", clip)]
+        rows += [(f"{number}: truth", _of_length(true, clip)), ("continued", clip)]
     title = f"frames 1 to {start} are copied, the model was trained on {trained} frames"
     return draw_strips(rows, shown_frames(trained, len(clips[0])), title)
 
@@ -98,9 +97,13 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
     """
     joined = []
     for true, clip in zip(truth, clips, strict=True):
-        filled = torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
-        joined.append(torch.cat([filled, torch.full_like(clip[..., :1], GAP), clip], -1))
+        joined.append(torch.cat([_of_length(true, clip), torch.full_like(clip[..., :1], GAP), clip], -1))
     return torch.stack(joined)
+
+
+def _of_length(true: Tensor, clip: Tensor) -> Tensor:
+    """Cut a true clip to the length of a continued one, or fill it up with gray frames."""
+    return torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
 
 
 def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:

@@ -94,12 +94,14 @@ class ContinuationWriter(ClipWriter):
         # clips of an interrupted run that continued with other options may have fewer true frames
         compared = min(len(row["error"]) for row in rows)
         errors = [mean(row["error"][frame] for row in rows) for frame in range(compared)]
+        exact = [sum(row["error"][frame] == 0 for row in rows) for frame in range(compared)]
         by_frame = {
             "first_frame": start + 1,
             "trained_frames": trained,
             "clips": len(rows),
             "at_once": rows[0]["at_once"],
             "error": [round(value, 4) for value in errors],
+            "exact": exact,
             "seconds": [
                 round(median(values), 6) for values in zip(*(row["frame_seconds"] for row in rows), strict=True)
             ],
@@ -110,7 +112,7 @@ class ContinuationWriter(ClipWriter):
         length = trained
         while start < length <= start + len(seconds):
             at = length - start - 1
-            error = f"error {errors[at]:.3f}, " if at < len(errors) else ""
+            error = f"error {errors[at]:.3f}, {exact[at]} of {len(rows)} clips exact, " if at < len(errors) else ""
             console.print(
                 f"frame {length}: {error}{seconds[at] * 1000:.1f} ms, states of {sizes[at]:,} bytes", markup=False
             )

@@ -244,7 +244,7 @@ def test_fit_resume_and_predict(tmp_path: Path, capsys: pytest.CaptureFixture[st
     parser.main(["fit", "--config", str(config(resumed)), f"--ckpt_path={checkpoint}"])
     assert losses(resumed) == {step: loss for step, loss in losses(whole).items() if step >= 3}
     assert len(losses(whole)) == 8
-    drawn = sorted(path.name for path in (whole / "log/pictures").iterdir())
+    drawn = sorted(path.name for path in (whole / "log/pictures").glob("*.*"))
     assert drawn == [f"continued-step{step:07d}.{kind}" for step in (4, 8) for kind in ("gif", "png")]
 
     last = whole / "checkpoints/step=6.ckpt"

@@ -6,13 +6,12 @@ have a value.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
 
+from lightning_mhla.callbacks.axes import Axis
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import rounded
@@ -41,7 +40,7 @@ def mean_points(group: Group, metric: str) -> Points:
         group: runs to average.
         metric: name of the metric.
     """
-    values = [dict(finite_points(points)) for run in group.runs for points in [run.points(metric)]]
+    values = [dict(finite_points(run.points(metric))) for run in group.runs]
     steps = [step for step in values[0] if all(step in others for others in values[1:])]
     return [(step, fmean(of_run[step] for of_run in values)) for step in steps]
 
@@ -113,18 +112,18 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
         groups: compared groups. The lines of group ``n`` have the class ``g<n>`` and the attribute ``data-group``.
     """
     points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
-    lowest, highest = min(value for _, value in points), max(value for _, value in points)
-    margin = 0.05 * (highest - lowest)
-    scale = _Scale((0, max(step for step, _ in points)), (lowest - margin, highest + margin))
+    steps, values = zip(*points, strict=True)
+    scale_x = Axis(0, max(steps), LEFT, WIDTH - RIGHT, margin=0)
+    scale_y = Axis(min(values), max(values), HEIGHT - BOTTOM, TOP)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"curves of {metric}", quote=True)}">'
     ]
-    for value, label in _ticks(*scale.values, 5):
-        y = scale.y(value)
+    for value, label in scale_y.ticks():
+        y = scale_y(value)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
         parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for step, label in _ticks(*scale.steps, 5):
-        x = scale.x(step)
+    for step, label in scale_x.ticks():
+        x = scale_x(step)
         anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"  # a label at the right edge would be cut
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{label}</text>')
@@ -133,11 +132,11 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
     for index, group in enumerate(groups):
         parts.append(f'<g class="series {color_class(index)}" data-group="{index}"{dash(index)}>')
         if len(group.runs) > 1:
-            parts += [_line(finite_points(run.points(metric)), scale, "thin") for run in group.runs]
+            parts += [_line(finite_points(run.points(metric)), scale_x, scale_y, "thin") for run in group.runs]
         mean = mean_points(group, metric)
-        parts.append(_line(mean, scale, "mean"))
+        parts.append(_line(mean, scale_x, scale_y, "mean"))
         if len(mean) <= MOST_MARKERS:
-            parts += [_marker(point, scale, legend(group)) for point in mean]
+            parts += [_marker(point, scale_x, scale_y, legend(group)) for point in mean]
         parts.append("</g>")
     return "".join([*parts, "</svg>"])
 
@@ -153,55 +152,14 @@ def dash(index: int) -> str:
     return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 
-class _Scale:
-    """Positions in an SVG panel, in pixels.
-
-    Args:
-        steps: first and last step of the horizontal axis.
-        values: lowest and highest value of the vertical axis.
-    """
-
-    def __init__(self, steps: tuple[float, float], values: tuple[float, float]) -> None:
-        self.steps, self.values = steps, values
-
-    def x(self, step: float) -> float:
-        low, high = self.steps
-        return LEFT + (step - low) / ((high - low) or 1) * (WIDTH - LEFT - RIGHT)
-
-    def y(self, value: float) -> float:
-        low, high = self.values
-        return HEIGHT - BOTTOM - (value - low) / ((high - low) or 1) * (HEIGHT - TOP - BOTTOM)
-
-
-def _line(points: Points, scale: _Scale, name: str) -> str:
+def _line(points: Points, scale_x: Axis, scale_y: Axis, name: str) -> str:
     if not points:
         return ""
-    pairs = " ".join(f"{scale.x(step):.1f},{scale.y(value):.1f}" for step, value in points)
+    pairs = " ".join(f"{scale_x(step):.1f},{scale_y(value):.1f}" for step, value in points)
     return f'<polyline class="{name}" points="{pairs}"/>'
 
 
-def _marker(point: tuple[int, float], scale: _Scale, label: str) -> str:
+def _marker(point: tuple[int, float], scale_x: Axis, scale_y: Axis, label: str) -> str:
     step, value = point
     title = escape(f"{label}: {rounded(value)} at step {step:,}")
-    return f'<circle cx="{scale.x(step):.1f}" cy="{scale.y(value):.1f}" r="2.5"><title>{title}</title></circle>'
-
-
-def _ticks(low: float, high: float, count: int) -> list[tuple[float, str]]:
-    """Return the ticks of an axis with their labels: multiples of 1, 2 or 5 times a power of ten.
-
-    Args:
-        low: lower end of the axis.
-        high: upper end of the axis, above ``low``.
-        count: approximate number of ticks.
-    """
-    least = max((high - low) / count, sys.float_info.min)  # the logarithm of zero is not defined
-    exponent = math.floor(math.log10(least))
-    distance, exponent = next(
-        (factor * 10.0**exponent, exponent + (factor == 10))
-        for factor in (1, 2, 5, 10)
-        if factor * 10.0**exponent >= least
-    )
-    values = [number * distance for number in range(math.ceil(low / distance), math.floor(high / distance) + 1)]
-    if exponent < -4 or max(abs(low), abs(high)) >= 1e9:
-        return [(value, f"{value:.3g}") for value in values]
-    return [(value, f"{value:,.{max(0, -exponent)}f}") for value in values]
+    return f'<circle cx="{scale_x(step):.1f}" cy="{scale_y(value):.1f}" r="2.5"><title>{title}</title></circle>'

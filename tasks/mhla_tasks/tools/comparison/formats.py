@@ -14,7 +14,7 @@ from rich.text import Text
 from lightning_mhla.system.listing import without_controls
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.groups import Group
-from mhla_tasks.tools.comparison.table import Cell, Column, Table
+from mhla_tasks.tools.comparison.table import Cell, Table
 from mhla_tasks.tools.markdown import escaped
 
 LATEX = {
@@ -100,7 +100,7 @@ def as_latex(table: Table) -> str:
     lines += [
         f"\\begin{{tabular}}{{{align}}}",
         "\\toprule",
-        _latex_line([_latex_heading(column) for column in shown.columns]),
+        _latex_line([latex_text(column.title) for column in shown.columns]),
     ]
     lines += ["\\midrule", *(_latex_line([_latex_cell(cell) for cell in row]) for row in shown.rows)]
     return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
@@ -110,10 +110,6 @@ def _latex_line(cells: Sequence[str]) -> str:
     # LaTeX reads a bracket after \\ as a length, and {} ends that search at the beginning of the next row.
     first = f"{{}}{cells[0]}" if cells[0].startswith(("[", "*")) else cells[0]
     return " & ".join([first, *cells[1:]]) + " \\\\"
-
-
-def _latex_heading(column: Column) -> str:
-    return latex_text(column.title)
 
 
 def _latex_cell(cell: Cell) -> str:

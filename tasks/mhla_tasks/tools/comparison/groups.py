@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import Any
 
+from lightning_mhla.checkpoints.runs import CONFIG
 from mhla_tasks.tools.comparison.runs import (
-    CONFIG,
     SEED,
     Run,
     compared_keys,

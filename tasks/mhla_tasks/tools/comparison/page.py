@@ -10,18 +10,16 @@ import base64
 import hashlib
 import os
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from urllib.parse import quote
 
 from lightning_mhla.callbacks.page import PAGE as REPORT
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.listing import without_controls
-from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.comparison import pictures
 from mhla_tasks.tools.comparison.curves import color_class, dash, drawn_metrics, legend, panel
 from mhla_tasks.tools.comparison.formats import as_latex, as_markdown
 from mhla_tasks.tools.comparison.groups import Group, direction, remarks
+from mhla_tasks.tools.comparison.pictures import html_text
 from mhla_tasks.tools.comparison.runs import SEED, compared_keys, differences, option_text, plain
 from mhla_tasks.tools.comparison.table import ARROWS, Cell, Column, Table, tabulate
 
@@ -120,7 +118,7 @@ def write_page(
     table = tabulate(groups, metrics)
     marks = [_swatch(index) for index in range(len(groups))]
     parts = [
-        f"<h1>{_text(title)}</h1>",
+        f"<h1>{html_text(title)}</h1>",
         _summary(groups, table, marks, missing),
         f"<h2>Results</h2>{_results(table, groups, marks, path)}",
         _curves(groups, marks, metrics),
@@ -129,7 +127,7 @@ def write_page(
         pictures.samples(groups, marks),
         "<h2>Copy the table</h2>",
         *(
-            f"<details><summary>{name}</summary><pre>{_text(text, lines=True)}</pre></details>"
+            f"<details><summary>{name}</summary><pre>{html_text(text, lines=True)}</pre></details>"
             for name, text in {"Markdown": as_markdown(table), "LaTeX": as_latex(table)}.items()
         ),
     ]
@@ -139,16 +137,11 @@ def write_page(
     )
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{_text(title)}</title><style>{STYLE}</style>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{html_text(title)}</title><style>{STYLE}</style>'
     )
     body = "\n".join(part for part in parts if part)
     text = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n'
     write_whole(path, text.encode("utf-8", "backslashreplace").decode())
-
-
-def _text(text: str, lines: bool = False) -> str:
-    """Escape a text for HTML, without secrets, and as one line unless ``lines`` is set."""
-    return escape(redact(text) if lines else without_controls(redact(text)))
 
 
 def _swatch(index: int) -> str:
@@ -161,12 +154,12 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
     runs = sum(len(group.runs) for group in groups)
     facts = [f"{runs} run{'s' * (runs != 1)} in {len(groups)} row{'s' * (len(groups) != 1)}"]
     facts += (
-        [f"seeds {_text(', '.join(groups[0].seeds))}"] if len({tuple(group.seeds) for group in groups}) == 1 else []
+        [f"seeds {html_text(', '.join(groups[0].seeds))}"] if len({tuple(group.seeds) for group in groups}) == 1 else []
     )
     sentences = remarks(groups)
     if missing:
         sentences.append(f"Left out, because they have no run.json: {', '.join(missing)}.")
-    listed = f'<ul class="remarks">{"".join(f"<li>{_text(sentence)}</li>" for sentence in sentences)}</ul>'
+    listed = f'<ul class="remarks">{"".join(f"<li>{html_text(sentence)}</li>" for sentence in sentences)}</ul>'
     return f'<p class="muted">{"; ".join(facts)}</p>{_winner(groups, table, marks)}{listed if sentences else ""}'
 
 
@@ -182,8 +175,10 @@ def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
             texts = []
             for _, number in ranked[:2]:
                 mark = marks[number] + "*" * bool(groups[number].notes)
-                texts.append(f"{mark} {_text(groups[number].label)} with {_text(str(table.rows[number][index]))}")
-            return f"<p>Best {_text(column.title)}: {'; next: '.join(texts)}.</p>"
+                texts.append(
+                    f"{mark} {html_text(groups[number].label)} with {html_text(str(table.rows[number][index]))}"
+                )
+            return f"<p>Best {html_text(column.title)}: {'; next: '.join(texts)}.</p>"
     return ""
 
 
@@ -194,7 +189,7 @@ def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: 
     notes = {number: note for number, note in notes.items() if note}
     rows = []
     for number, (row, group, mark) in enumerate(zip(shown.rows, groups, marks, strict=True), 1):
-        name = f'{mark}<abbr title="{_text(notes[number])}">*</abbr>' if number in notes else mark
+        name = f'{mark}<abbr title="{html_text(notes[number])}">*</abbr>' if number in notes else mark
         cells = [f"<td>{name}", *(_cell(cell, column) for cell, column in zip(row, shown.columns, strict=True))]
         rows.append(f"<tr>{''.join(cells)}<td>{_seeds(group, path)}</tr>")
     sentences = ["Metrics are those of the last validation."]
@@ -205,7 +200,7 @@ def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: 
     sentences.append("Click a heading to sort, and a seed to read the report of its run.")
     heads = f"<th>row{''.join(map(_head, shown.columns))}<th>seeds"
     body = f"<thead><tr>{heads}</tr></thead><tbody>{''.join(rows)}</tbody>"
-    listed = "".join(f"<li>{marks[number - 1]}: {_text(note)}</li>" for number, note in notes.items())
+    listed = "".join(f"<li>{marks[number - 1]}: {html_text(note)}</li>" for number, note in notes.items())
     return (
         f'<p class="muted">{" ".join(sentences)}</p><div class="scroll"><table class="sortable">{body}</table></div>'
         + (f'<ul class="remarks">{listed}</ul>' if notes else "")
@@ -214,15 +209,15 @@ def _results(table: Table, groups: Sequence[Group], marks: Sequence[str], path: 
 
 def _head(column: Column) -> str:
     meaning = {"min": "lower is better", "max": "higher is better", None: column.key}[column.better]
-    title = f' title="{_text(meaning)}"' if meaning else ""
-    heading = _text(column.title).replace(f" {ARROWS[column.better]}", f"&nbsp;{ARROWS[column.better]}")
+    title = f' title="{html_text(meaning)}"' if meaning else ""
+    heading = html_text(column.title).replace(f" {ARROWS[column.better]}", f"&nbsp;{ARROWS[column.better]}")
     return f'<th class="{column.kind}"{title}><button>{heading}</button>'
 
 
 def _cell(cell: Cell, column: Column) -> str:
     value = "" if cell.value is None else f' data-v="{cell.value!r}"'
-    text = f"<b>{_text(cell.text)}</b>" if cell.best else _text(cell.text)
-    return f'<td class="{column.kind}"{value}>{text}{f" ± {_text(cell.spread)}" if cell.spread else ""}'
+    text = f"<b>{html_text(cell.text)}</b>" if cell.best else html_text(cell.text)
+    return f'<td class="{column.kind}"{value}>{text}{f" ± {html_text(cell.spread)}" if cell.spread else ""}'
 
 
 def _seeds(group: Group, path: Path) -> str:
@@ -232,7 +227,7 @@ def _seeds(group: Group, path: Path) -> str:
         report = run.folder / REPORT
         # quote() also encodes a colon, so that no name of a folder can be the scheme of a URL
         target = quote(os.path.relpath(report.absolute(), path.absolute().parent))
-        links.append(f'<a href="{target}">{_text(seed)}</a>' if report.is_file() else _text(seed))
+        links.append(f'<a href="{target}">{html_text(seed)}</a>' if report.is_file() else html_text(seed))
     return ", ".join(links)
 
 
@@ -241,14 +236,14 @@ def _curves(groups: Sequence[Group], marks: Sequence[str], metrics: Sequence[str
     if not names:
         return "<h2>Curves</h2><p>No metric has more than one value.</p>"
     keys = [
-        f'<button data-group="{index}" aria-pressed="true">{mark} {_text(legend(group))}</button>'
+        f'<button data-group="{index}" aria-pressed="true">{mark} {html_text(legend(group))}</button>'
         for index, (group, mark) in enumerate(zip(groups, marks, strict=True))
     ]
     figures = []
     for name in names:
         better = direction(name, groups)
         meaning = {"min": "lower is better", "max": "higher is better", None: ""}[better]
-        caption = f'<b>{_text(name)}</b> <span class="muted">{ARROWS[better]} {meaning}</span>'
+        caption = f'<b>{html_text(name)}</b> <span class="muted">{ARROWS[better]} {meaning}</span>'
         figures.append(f"<figure><figcaption>{caption}</figcaption>{panel(name, groups)}</figure>")
     lines = (
         "Thin lines are single runs, thick lines their mean. " if any(len(group.runs) > 1 for group in groups) else ""
@@ -264,12 +259,14 @@ def _options(groups: Sequence[Group], marks: Sequence[str]) -> str:
     rows = []
     for key in differing:
         values = [option_text(group.first.options.get(key)) if group.first.options else "unknown" for group in groups]
-        rows.append(f"<tr><td>{_text(key)}{''.join(f'<td class=option>{_text(value)}' for value in values)}</tr>")
+        rows.append(
+            f"<tr><td>{html_text(key)}{''.join(f'<td class=option>{html_text(value)}' for value in values)}</tr>"
+        )
     heads = "".join(f"<th>{mark}" for mark in marks)
     table = f'<div class="scroll"><table><thead><tr><th>option{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
     shared = [key for key in compared_keys(runs) if key not in differing and key != SEED]
     lines = "\n".join(f"{key}: {plain(configured[0].options.get(key))}" for key in shared)
     summary = f"<summary>{len(shared)} options that are the same</summary>"
-    common = f"<details>{summary}<pre>{_text(lines, lines=True)}</pre></details>"
+    common = f"<details>{summary}<pre>{html_text(lines, lines=True)}</pre></details>"
     inside = table if rows else "<p>None, except possibly the seed.</p>"
     return f"<h2>Options that differ</h2>{inside}{common if shared else ''}" if configured else ""

@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mhla.callbacks.report import RECORD
-from lightning_mhla.checkpoints.runs import is_run
+from lightning_mhla.checkpoints.runs import CONFIG, is_run
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.moved_keys import move_keys
 from mhla_tasks.commandline.sources import Source, mapping
-
-CONFIG = "config.yaml"
 
 ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
@@ -271,15 +269,22 @@ def folder_names(runs: Sequence[Run]) -> list[str]:
     return [os.path.relpath(path, common) if common else path for path in paths]
 
 
-def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def as_json(runs: Sequence[Run], metrics: Sequence[str] | None = None) -> list[dict[str, Any]]:
     """Convert the comparison of runs to a list that JSON can represent.
+
+    Args:
+        runs: runs to convert.
+        metrics: metrics to keep, in this order; None for all.
 
     Returns:
         A dict for each run: ``folder``, the path of its folder; ``options``, the values of the configuration keys whose values
         differ between the runs; and all entries of its ``run.json``.
     """
     keys = differences(runs)
-    return [
-        {"folder": str(run.folder), "options": {key: run.options.get(key) for key in keys}, **run.record}
-        for run in runs
-    ]
+    entries = []
+    for run in runs:
+        of_run = run.record["metrics"]
+        chosen = of_run if metrics is None else {name: of_run[name] for name in metrics if name in of_run}
+        options = {key: run.options.get(key) for key in keys}
+        entries.append({"folder": str(run.folder), "options": options, **run.record, "metrics": chosen})
+    return entries

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import html
 import io
 import itertools
@@ -10,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.callbacks.page import STYLE, duration
+from lightning_mhla.callbacks.markup import document, embedded
+from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.points import draw_curves
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
@@ -66,12 +66,7 @@ def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, 
         _layers(results),
         f"<h2>Use it</h2><pre>{html.escape(loading)}</pre>",
     ]
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    )
-    body = "\n".join(part for part in parts if part)
-    page = f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
-    write_whole(work / "report.html", page)
+    write_whole(work / "report.html", document(title, "\n".join(part for part in parts if part)))
 
 
 def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> str:
@@ -137,7 +132,7 @@ def _curves(results: Mapping[str, Any]) -> str:
 
 
 def _picture(content: io.BytesIO) -> str:
-    return f'<figure><img alt="" src="data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}"></figure>'
+    return f'<figure><img alt="" src="{embedded("image/png", content.getvalue())}"></figure>'
 
 
 def _speed(source: PretrainedSource, results: Mapping[str, Any]) -> str:

@@ -1,0 +1,71 @@
+"""Pictures that a run has stored: the newest of each series, read for embedding in a web page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from PIL import Image
+
+from lightning_mhla.data.images import open_image
+from lightning_mhla.system.figures import DARK
+
+TYPES = {".png": "image/png", ".gif": "image/gif"}
+"""MIME types of pictures, by extension."""
+
+
+class StoredPicture(NamedTuple):
+    """Picture file of a run.
+
+    Attributes:
+        kind: MIME type.
+        content: bytes of the file.
+        dark: bytes of its variant for dark screens; None if there is none.
+        width: width in pixels.
+        description: text in the file that says what it shows; empty if there is none.
+    """
+
+    kind: str
+    content: bytes
+    dark: bytes | None
+    width: int
+    description: str
+
+
+def newest_pictures(folder: Path) -> dict[str, Path]:
+    """Return the picture with the latest step of each series in a folder, by the name of the series.
+
+    Args:
+        folder: folder with pictures. Names of a series differ only in the optimizer step; ``clips.png`` and ``clips.gif`` are
+            two series.
+    """
+    newest: dict[str, Path] = {}
+    for path in sorted(folder.glob("*")):
+        series = re.sub(r"[-_]?step\d+", "", path.name)
+        if path.suffix in TYPES and path.is_file() and step_of(path) >= step_of(newest.get(series)):
+            newest[series] = path
+    return newest
+
+
+def step_of(path: Path | None) -> int:
+    """Return the optimizer step in the name of a picture; -1 without one."""
+    match = re.search(r"step(\d{1,18})", path.stem if path is not None else "")
+    return int(match[1]) if match else -1
+
+
+def read_picture(path: Path) -> StoredPicture | None:
+    """Read a picture and its variant for dark screens; return None if the file is not a picture that can be read."""
+    content, dark = path.read_bytes(), path.parent / DARK / path.name
+    if path.suffix == ".gif":  # open_image does not read animations
+        width = int.from_bytes(content[6:8], "little")
+        return StoredPicture(TYPES[".gif"], content, None, width, "") if content.startswith(b"GIF8") else None
+    try:
+        image = open_image(content)
+        dark_content = dark.read_bytes() if dark.is_file() else None
+        if dark_content is not None:
+            open_image(dark_content)
+    # Pillow raises ValueError and SyntaxError for some broken chunks, and a broken picture must not end a run.
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        return None
+    return StoredPicture(TYPES[path.suffix], content, dark_content, image.width, str(image.info.get("Description", "")))
