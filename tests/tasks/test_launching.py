@@ -86,7 +86,8 @@ def test_lightnings_launcher_resumes_a_run_in_its_folder(tmp_path: Path) -> None
     assert (record["processes"], record["finished"], record["steps"]) == (2, True, 10)
     assert record["metrics"]["val/samples"][-1] == [10, 360]
     assert {path.name for path in run.iterdir()} == {
-        "checkpoints", "config.yaml", "hparams.yaml", "lock", "metrics.csv", "metrics-1.csv", "report.html", "run.json",
+        "checkpoints", "classes.json", "config.yaml", "hparams.yaml", "lock", "metrics.csv", "metrics-1.csv", "report.html",
+        "run.json",
     }  # fmt: skip
     assert not (tmp_path / "elsewhere").exists()
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["devices"] in (2, "2")
