@@ -3,10 +3,13 @@
     lightning bench real_texts --out texts
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --out benchmarks/results
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --steps 60 240 --out benchmarks/results
+    lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --seed 1 --long --out benchmarks/results
 
 Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
 documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
-original model, trained on the same batches. Computed with one thread, in bfloat16 autocast.
+original model, trained on the same batches. With ``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out
+documents, one after the other, and is asked for a number that stands in one sentence between them. Computed with one thread, in
+bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -39,16 +42,41 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "mhla_window": {**WINDOW, "options": {"sinks": 4, "far_init": -4.0}},
     "window": {**WINDOW, "options": {"sinks": 4, "far_init": -math.inf}},
     "window without sinks": {**WINDOW, "options": {"sinks": 0, "far_init": -math.inf}},
+    "mhla_window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -4.0}},
+    "window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -math.inf}},
+    "mhla_window 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -4.0}},
+    "window 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -math.inf}},
+    "mhla_window frozen": {**WINDOW, "mixing_trainable": False, "options": {"sinks": 4, "far_init": -4.0}},
+    "mhla_window uniform": {
+        **WINDOW,
+        "mixing": "dense",
+        "mixing_init": "uniform",
+        "mixing_trainable": False,
+        "options": {"sinks": 4, "far_init": -4.0},
+    },
+    "mhla_window dense": {**WINDOW, "mixing": "dense", "options": {"sinks": 4, "far_init": -4.0}},
     "mhla": {**WINDOW, "kind": "mhla"},
     "linear": {"kind": "linear", "feature_map": "learned"},
 }
-"""Options of the new attention by row; None for the original one."""
+"""Options of the new attention by row; None for the original one. A number is the block size, if it is not 128."""
 
 CONTEXT = 1024
 """Tokens of a training sample."""
 
 HELD_OUT = {1024: 8, 4096: 3}
 """Held-out documents by the number of tokens that are read of each."""
+
+LONG = (8192, 16_384, 32_768)
+"""Tokens of the long texts, each the beginning of all held-out documents that are longer than 1,024 tokens."""
+
+NEEDLES = {1024: 20, 4096: 5, 8192: 5}
+"""Texts with a hidden number by their length in tokens; the number stands at equally spaced places."""
+
+NEEDLE, QUESTION = "\n\nThe access code of the archive is {}.\n\n", "\n\nThe access code of the archive is"
+"""Sentence with the hidden number, and the beginning of that sentence at the end of the text."""
+
+HEAD_CHUNK = 2048
+"""Tokens whose scores of all words are in memory at once."""
 
 COST_DOCUMENTS = 2
 """Held-out documents of 1,024 tokens on which the cost of replacing each layer is measured."""
@@ -90,8 +118,10 @@ def losses(model: Any, documents: list[Tensor], tokens: int) -> Tensor:
     total = torch.zeros(tokens, dtype=torch.float64)
     for document in documents:
         with autocast():
-            scores = model(document[None, :tokens], use_cache=False).logits[0].float()
-        total += F.cross_entropy(scores, document[1 : tokens + 1], reduction="none").double()
+            hidden = model.model(document[None, :tokens], use_cache=False).last_hidden_state[0]
+            parts = zip(hidden.split(HEAD_CHUNK), document[1 : tokens + 1].split(HEAD_CHUNK), strict=True)
+            values = [F.cross_entropy(model.lm_head(part).float(), words, reduction="none") for part, words in parts]
+        total += torch.cat(values).double()
     return total / len(documents)
 
 
@@ -102,6 +132,42 @@ def perplexities(model: Any, held_out: dict[int, list[Tensor]]) -> dict[str, lis
         mean = losses(model, documents, tokens)
         result[str(tokens)] = [math.exp(part.mean()) for part in (mean, *mean.chunk(4))]
     return result
+
+
+@torch.no_grad()
+def recall(model: Any, tokenizer: Any, text: Tensor, tokens: int, count: int) -> dict[str, float]:
+    """Hide a number in a text and ask for it: share of digits, and of complete numbers, that get the highest score.
+
+    Args:
+        model: language model.
+        tokenizer: its tokenizer, which must make one token of each digit.
+        text: tokens between which the number is hidden, ``[N]``.
+        tokens: number of tokens of the complete text, at most N.
+        count: number of texts; the number stands at another of ``count`` equally spaced places in each.
+    """
+    source, digits, numbers = random.Random(0), 0, 0
+    for place in range(count):
+        code = str(source.randrange(10_000, 100_000))
+        needle, question, answer = (
+            torch.tensor(tokenizer(words).input_ids) for words in (NEEDLE.format(code), QUESTION, " " + code)
+        )
+        rest = tokens - len(needle) - len(question) - len(answer)
+        begin = place * (len(text) - rest) // count
+        hay, depth = text[begin : begin + rest], round((place + 0.5) / count * rest)
+        read = torch.cat([hay[:depth], needle, hay[depth:], question, answer])
+        with autocast():
+            hidden = model.model(read[None, :-1], use_cache=False).last_hidden_state[0, -len(code) :]
+            right = model.lm_head(hidden).argmax(-1) == read[-len(code) :]
+        digits, numbers = digits + int(right.sum()), numbers + int(right.all())
+    return {"texts": count, "digits": digits / (5 * count), "numbers": numbers / count}
+
+
+def read_long(model: Any, tokenizer: Any, text: Tensor) -> dict[str, Any]:
+    """Return the perplexities on long texts, as :func:`perplexities`, and the recall of hidden numbers, by length."""
+    return {
+        "perplexity": perplexities(model, {tokens: [text[: tokens + 1]] for tokens in LONG}),
+        "needle": {str(tokens): recall(model, tokenizer, text, tokens, count) for tokens, count in NEEDLES.items()},
+    }
 
 
 def train(parameters: list[dict[str, Any]], steps: int, loss_of: Any, data: Iterator[Tensor]) -> float:
@@ -138,7 +204,7 @@ def choose_layers(model: Any, documents: list[Tensor], keep: float) -> list[int]
 
 
 def run_row(
-    name: str, options: argparse.Namespace, stream: Tensor, held_out: dict[int, list[Tensor]]
+    name: str, options: argparse.Namespace, stream: Tensor, held_out: dict[int, list[Tensor]], long_text: Tensor
 ) -> dict[str, Any]:
     """Replace, match, train and measure one row."""
     torch.manual_seed(options.seed)
@@ -181,6 +247,10 @@ def run_row(
     groups = [group for group in groups if group["params"]]
     row["tune"] = {"steps": options.steps[1], "seconds": train(groups, options.steps[1], text_loss, data)}
     row["tuned"] = perplexities(model, held_out)
+    if options.long:
+        row["long"] = read_long(
+            model, AutoTokenizer.from_pretrained(options.source, trust_remote_code=False), long_text
+        )
     return row
 
 
@@ -224,6 +294,7 @@ def main() -> None:
         default=1e-4,
         help="learning rate of the second stage, 10 times that for what was added",
     )
+    parser.add_argument("--long", action="store_true", help="also read 8,192 to 32,768 tokens, and find hidden numbers")
     parser.add_argument("--seed", type=int, default=0, help="seed of the batches and of new parameters (default: 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
     options = parser.parse_args()
@@ -234,13 +305,14 @@ def main() -> None:
         tokens: [document[: tokens + 1] for document in held_out_documents if len(document) > tokens][:count]
         for tokens, count in HELD_OUT.items()
     }
+    long_text = torch.cat([document for document in held_out_documents if len(document) > CONTEXT])
     stream = torch.cat(read_tokens(options.texts, "train", tokenizer))
     for name in options.rows:
-        row = run_row(name, options, stream, held_out)
+        row = run_row(name, options, stream, held_out, long_text)
         label = describe_row(name, options)
         print(
             label,
-            json.dumps({stage: row[stage] for stage in ("swapped", "matched", "tuned") if stage in row}),
+            json.dumps({stage: row[stage] for stage in ("swapped", "matched", "tuned", "long") if stage in row}),
             flush=True,
         )
         file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
