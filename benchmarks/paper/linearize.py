@@ -47,14 +47,17 @@ def generation(network: Any) -> Row:
             network(token, past_key_values=cache, logits_to_keep=1)
             spent.append(time.process_time() - start)
         read += STEPS
-        rows[str(context)] = {"milliseconds": 1e3 * median(spent), "bytes": sum(map(_held, cache.layers))}
+        rows[str(context)] = {"milliseconds": 1e3 * median(spent), "bytes": state_bytes(cache)}
     return rows
 
 
-def _held(layer: Any) -> int:
-    if hasattr(layer, "state"):
-        return int(layer.state.bytes)
-    return sum(x.numel() * x.element_size() for x in (layer.keys, layer.values))
+def state_bytes(cache: DynamicCache) -> int:
+    """Return the bytes of keys and values, and of the states of replaced layers, that a cache holds."""
+    layers: list[Any] = cache.layers
+    sizes = [
+        layer.state.bytes if hasattr(layer, "state") else layer.keys.nbytes + layer.values.nbytes for layer in layers
+    ]
+    return sum(sizes)
 
 
 def measure(checkpoint: Path) -> Row:

@@ -1,0 +1,121 @@
+"""Study of what a window and MHLA each contribute to a linearized Llama that reads 2,048 tokens."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from mhla_tasks.language import PythonSource
+from mhla_tasks.language.export import load_checkpoint
+from torch.nn import functional as F
+from transformers import DynamicCache
+
+from benchmarks.paper.linearize import NOT_MATCHED, state_bytes
+from benchmarks.paper.study import Row, Study, attention, by_variant, conditions, markdown, remembered, spread
+
+CONTEXT, TEXTS, EDGES = 2048, 48, (0, 64, 256, 1024, 2048)
+"""Tokens of a text, number of scored texts, and the positions between which perplexities are averaged."""
+
+LONG_TEXTS = (
+    f"--data.init_args.context={CONTEXT}",
+    "--data.init_args.batch_size=2",
+    f"--model.init_args.context={CONTEXT}",
+)
+"""Options that train on texts of 2,048 tokens, with as many tokens in a step as texts of 512."""
+
+
+@torch.no_grad()
+def measure(checkpoint: Path) -> Row:
+    """Measure perplexity by position on held-out texts of 2,048 tokens, and the bytes of the state after one of them."""
+    network: Any = load_checkpoint(checkpoint).network.eval()
+    source = PythonSource(**remembered(checkpoint)).windows("validate")
+    losses, size = torch.zeros(CONTEXT, dtype=torch.float64), 0
+    texts = [source[index]["tokens"] for index in range(min(TEXTS, len(source)))]
+    for text in texts:
+        cache = DynamicCache(config=network.config)
+        scores = network(text[None, :-1], past_key_values=cache).logits[0]
+        losses += F.cross_entropy(scores, text[1:], reduction="none").double() / len(texts)
+        size = state_bytes(cache)
+    return {
+        "perplexity": math.exp(float(losses.mean())),
+        "perplexity_by_position": [math.exp(float(losses[start:stop].mean())) for start, stop in pairwise(EDGES)],
+        "texts": len(texts),
+        "state_bytes": size,
+    }
+
+
+def section(rows: list[Row], folder: Path) -> str:
+    """Return the results as a Markdown table.
+
+    Args:
+        rows: results of the runs.
+        folder: folder of the results page.
+    """
+    header = ["model", "state", "perplexity"]
+    header += [f"tokens {start + 1:,} to {stop:,}" for start, stop in pairwise(EDGES)]
+    lines = []
+    for name, runs in by_variant(rows).items():
+        cells = [f"`{name}`", f"{runs[0]['state_bytes'] / 2**20:.2f} MiB"]
+        cells.append(spread([row["perplexity"] for row in runs], 2))
+        for part in range(len(EDGES) - 1):
+            cells.append(spread([row["perplexity_by_position"][part] for row in runs], 2))
+        lines.append(cells)
+    return f"{markdown(header, lines)}\n\n{conditions(rows)}"
+
+
+ORIGINAL = Study(
+    "window-original",
+    "Window or MHLA: the Llama that is linearized below",
+    "configs/language/llama_stdlib.yaml",
+    {"softmax": []},
+    measure,
+    section,
+    LONG_TEXTS,
+)
+
+
+def _variant(block_size: int, far: bool, **options: object) -> tuple[str, ...]:
+    """Return the options of a window of ``block_size`` to 2 ``block_size`` tokens, with MHLA for the others or without."""
+    window = attention(block_size=block_size, **options)
+    return (
+        (*window, *attention(options="{far_init: -.inf}"), NOT_MATCHED, *WITHOUT_MATCHING) if not far else tuple(window)
+    )
+
+
+WITHOUT_MATCHING = ("--trainer.max_steps=120",)
+"""Option that leaves out the steps in which layers are matched, where nothing was added that could be."""
+
+UNIFORM = {"mixing": "dense", "mixing_per_head": False, "mixing_init": "uniform", "mixing_trainable": False}
+
+VARIANTS = {
+    "softmax, trained as much longer": (*attention(kind="softmax"), NOT_MATCHED, *WITHOUT_MATCHING),
+    "window 32": _variant(32, far=False),
+    "window 32, mhla": _variant(32, far=True),
+    "window 32, mhla, frozen": _variant(32, far=True, mixing_trainable=False),
+    "window 32, mhla, uniform": _variant(32, far=True, **UNIFORM),
+    "window 32, mhla, dense": _variant(32, far=True, mixing="dense"),
+    "window 64": _variant(64, far=False),
+    "window 64, mhla": _variant(64, far=True),
+    "window 128": _variant(128, far=False),
+    "window 128, mhla": _variant(128, far=True),
+    "mhla": tuple(attention(kind="mhla")),
+}
+"""Options of ``lightning fit`` by the name of the variant. A window of n covers the block of n tokens and the block before it."""
+
+STUDIES = (
+    ORIGINAL,
+    Study(
+        "window",
+        "Window or MHLA: a Llama with its attention replaced, texts of 2,048 tokens",
+        "configs/language/linearize_stdlib.yaml",
+        VARIANTS,
+        measure,
+        section,
+        ("--model.init_args.pretrained={pretrained}", *LONG_TEXTS),
+        (ORIGINAL, "softmax"),
+        beside=True,
+    ),
+)
