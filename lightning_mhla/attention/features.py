@@ -21,8 +21,8 @@ class LearnedFeatures(nn.Module):
     """Learned feature map ``exp([W x, -W x])`` of a query or key x (Hedgehog, arXiv 2402.04347, section 4.2).
 
     Each head has one matrix W for queries and one for keys. To avoid overflow, the features of each query are divided by the
-    largest of them, and the forward pass also returns the logarithm of this divisor. Exponents of keys are clamped at 30.
-    Gradients ignore the clamp, so that training can reduce exponents above it.
+    largest of them, and the forward pass also returns the logarithm of this divisor. Exponents of keys are clamped to ±30.
+    Gradients ignore the clamp, so that training can bring exponents beyond it back.
 
     W starts as ``Dk ** -0.25`` times the identity matrix, where Dk is the width of a key. The attention weight of a query q and
     a key k is then the sum of ``exp(s_i) + exp(-s_i)`` over their components i, with ``s_i = Dk ** -0.25 * (q_i + k_i)``.
@@ -59,10 +59,10 @@ class LearnedFeatures(nn.Module):
                 torch.einsum("bnhd,hde->bnhe", x.to(wide), weight.to(wide))
                 for x, weight in ((q, self.query), (k, self.key))
             )
-        exponents, keys = torch.cat([q, -q], -1), torch.cat([k, -k], -1)
-        largest = exponents.amax(-1)
-        keys = keys.clamp(max=LARGEST_EXPONENT).detach() + (keys - keys.detach())
-        return (exponents - largest[..., None]).exp(), largest, keys.exp()
+        largest = q.abs().amax(-1, keepdim=True)
+        k = k + (k.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) - k).detach()
+        queries, keys = torch.cat([q - largest, -largest - q], -1), torch.cat([k, -k], -1)
+        return queries.exp(), largest[..., 0], keys.exp()
 
 
 def elu_plus_one(x: Tensor) -> Tensor:
