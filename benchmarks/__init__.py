@@ -10,6 +10,7 @@ BENCHMARKS = {
     "gpu": "All programs that need a GPU: checks, forms, the operator and its peers, full models; resumable.",
     "graphs": "Swapped models: graph breaks, number of graphs at two sizes, time of a step.",
     "kills": "A run that is killed repeatedly at random times, and the same run left undisturbed.",
+    "layers": "One attention layer of a vision transformer: time by image size, for each kind of attention.",
     "linearize": "Memory of linearizing a Llama of 1B parameters.",
     "loss_identity": "First losses of every shipped CPU configuration, compared to the last bit.",
     "models": "Diffusion transformers: time and memory of a training step, by kind of attention and size of image.",

@@ -24,8 +24,7 @@ Longer than other modules: both directions share the checks, the blocks, the sin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -44,7 +43,7 @@ from mhla_kernels.mixing.base import apply_matrix
 from mhla_kernels.near_far import FarTokens, NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, nothing, repeat_heads
 from mhla_kernels.torch_private import is_traced
-from mhla_kernels.windowed_pairs import TokenPairs, attend_pairs, pairs_are_cheaper
+from mhla_kernels.windowed_pairs import attend_near, cheapest_forms, near_pairs, weigh_pairs
 
 GATHERED = 2**22
 """Numbers of keys that are gathered at once for the windows of attention to all tokens: 16 MiB in float32.
@@ -274,68 +273,91 @@ def _bidirectional(
         matrix = matrix[..., index[:, None], index]
     matrix = matrix[..., : blocks.blocks, : blocks.blocks]
     near = _are_near(axes, lead, q.device)
-    run: Callable[..., Tensor]
-    if pairs_are_cheaper(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1]):
-        run = partial(attend_pairs, pairs=TokenPairs.of(matrix, near, layout.token_blocks(q.device).block, sinks))
-        numbers = layout.tokens**2
-    else:
-        run = partial(_in_blocks, matrix=matrix.masked_fill(near, 0), blocks=blocks, axes=axes, lead=lead, sinks=sinks)
-        numbers = blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
+    window = Window(matrix.masked_fill(near, 0), blocks, axes, lead, sinks)
+    forms = cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1])
+    block = layout.token_blocks(q.device).block
+    if forms.near:
+        near = near_pairs(near, block, sinks)
+    if forms.far:
+        matrix = matrix.index_select(-2, block).index_select(-1, block)
+
+    def run(tokens: Sequence[Tensor], real: Tensor) -> Tensor:
+        if not forms.near:
+            return window.attend(tokens, real)
+        far = weigh_pairs(tokens, matrix, near) if forms.far else window.far(tokens, real)
+        return attend_near(tokens, real, near, far)
+
     if len(q) == 1 or q.device.type != "cpu" or is_traced():
         return run(tokens, real)
+    numbers = layout.tokens**2 if forms.far else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
     count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))
     *parts, masks = (x.split(count) for x in (*tokens, real))
     return torch.cat([run(part, mask) for *part, mask in zip(*parts, masks, strict=True)])
 
 
-def _in_blocks(
-    tokens: Sequence[Tensor],
-    real: Tensor,
-    *,
-    matrix: Tensor,
-    blocks: BlockPartition,
-    axes: tuple[int, ...],
-    lead: int,
-    sinks: int,
-) -> Tensor:
-    """Compute the outputs of attention to all tokens from summaries of blocks, ``[B, N, H, V]``.
+class Window(NamedTuple):
+    """Windows of attention to all tokens that is computed in blocks.
 
-    Args:
-        tokens: tensors that :func:`_bidirectional` takes.
-        real: mask of tokens that may be attended to, ``[B, N]`` bool.
+    Attributes:
         matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks.
         blocks: partition of the tokens into blocks.
         axes: number of blocks along each axis.
         lead: number of blocks before the grid, 0 or 1.
         sinks: number of sinks, which are in the first block.
     """
-    x = InBlocks.of(tokens, real, blocks)
-    sinks_visible = x.visible[:, 0, :sinks]
-    x = x.without_sinks(torch.arange(blocks.blocks, device=real.device) == 0, sinks)
-    block, near = _window(axes, lead, real.device)
-    mixed = apply_matrix(matrix, x.sums.flatten(3)).view(x.sums.shape)
 
-    def attend(first: int, last: int) -> Tensor:
-        part = block[first:last]
-        visible = (x.visible[:, part] & near[first:last, :, None]).flatten(2)
-        groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
-        if sinks:
-            groups.append(NearTokens(x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks], sinks_visible[:, None, None, None]))
-        far = read_mixed(*(y[:, :, first:last] for y in (x.f, mixed, x.far)))
-        return combine(x.q[:, :, first:last], groups, far)
+    matrix: Tensor
+    blocks: BlockPartition
+    axes: tuple[int, ...]
+    lead: int
+    sinks: int
 
-    if torch.is_grad_enabled() or is_traced():
-        out = attend(0, blocks.blocks)
-    else:
-        # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
-        step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
-        firsts = range(0, blocks.blocks, step)
-        out = torch.cat([attend(first, at_most(first + step, blocks.blocks)) for first in firsts], 2)
-    out = blocks.merge(out)
-    if not sinks:
-        return out
-    q, k, v, *_ = tokens
-    return torch.cat([_softmax(q[:, :sinks], k, v, real), out[:, sinks:]], 1)
+    def far(self, tokens: Sequence[Tensor], real: Tensor) -> FarTokens:
+        """Compute the sums over the far tokens of each query from summaries of blocks, ``[B, H, N, V + 1]``."""
+        x = self._in_blocks(tokens, real)
+        sums, log_factor = read_mixed(x.f, self._mixed(x), x.far)
+        sums, log_factor = (self.blocks.merge(part).transpose(1, 2) for part in (sums, log_factor))
+        # for a sink, no token is far
+        return FarTokens(F.pad(sums[:, :, self.sinks :], (0, 0, self.sinks, 0)), log_factor)
+
+    def attend(self, tokens: Sequence[Tensor], real: Tensor) -> Tensor:
+        """Compute the outputs of all queries, ``[B, N, H, V]``, from the tensors that :func:`_bidirectional` takes."""
+        number, sinks = self.blocks.blocks, self.sinks
+        x = self._in_blocks(tokens, real)
+        sinks_visible = real[:, :sinks]  # sinks are the first tokens
+        mixed = self._mixed(x)
+        block, near = _window(self.axes, self.lead, real.device)
+
+        def attend(first: int, last: int) -> Tensor:
+            part = block[first:last]
+            visible = (x.visible[:, part] & near[first:last, :, None]).flatten(2)
+            groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
+            if sinks:
+                sink_tokens = x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks]
+                groups.append(NearTokens(*sink_tokens, sinks_visible[:, None, None, None]))
+            far = read_mixed(*(y[:, :, first:last] for y in (x.f, mixed, x.far)))
+            return combine(x.q[:, :, first:last], groups, far)
+
+        if torch.is_grad_enabled() or is_traced():
+            out = attend(0, number)
+        else:
+            # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
+            step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
+            out = torch.cat([attend(first, at_most(first + step, number)) for first in range(0, number, step)], 2)
+        out = self.blocks.merge(out)
+        if not sinks:
+            return out
+        q, k, v, *_ = tokens
+        return torch.cat([_softmax(q[:, :sinks], k, v, real), out[:, sinks:]], 1)
+
+    def _in_blocks(self, tokens: Sequence[Tensor], real: Tensor) -> InBlocks:
+        """Return the tensors in blocks, without the sinks."""
+        first = torch.arange(self.blocks.blocks, device=real.device) == 0
+        return InBlocks.of(tokens, real, self.blocks).without_sinks(first, self.sinks)
+
+    def _mixed(self, x: InBlocks) -> Tensor:
+        sums = x.sums
+        return apply_matrix(self.matrix, sums.flatten(3)).view(sums.shape)
 
 
 def _gather(x: Tensor, block: Tensor) -> Tensor:

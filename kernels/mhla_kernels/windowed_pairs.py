@@ -26,8 +26,21 @@ GATHER = 220
 On one thread of an Intel Xeon with AMX (torch 2.14.1), for grids of 4 x 4 blocks, heads of 64 and 128 features."""
 
 
-def pairs_are_cheaper(layout: TokenLayout, axes: Sequence[int], width: int, features: int, value_width: int) -> bool:
-    """Return whether scores of all token pairs cost less than summaries of blocks, by their multiply-adds.
+class Forms(NamedTuple):
+    """Which parts of windowed attention to all tokens are computed from pairs of tokens, instead of in blocks.
+
+    Attributes:
+        near: whether softmax attention scores all pairs of tokens and masks the far ones, instead of copying the near tokens of
+            each block.
+        far: whether far tokens are weighed pair by pair, instead of by summaries of blocks; only together with ``near``.
+    """
+
+    near: bool
+    far: bool
+
+
+def cheapest_forms(layout: TokenLayout, axes: Sequence[int], width: int, features: int, value_width: int) -> Forms:
+    """Return the forms with the lowest estimated number of multiply-adds.
 
     Args:
         layout: partition of the tokens into blocks.
@@ -37,55 +50,55 @@ def pairs_are_cheaper(layout: TokenLayout, axes: Sequence[int], width: int, feat
         value_width: width of a value, V.
     """
     if layout.is_open:
-        return False
+        return Forms(near=False, far=False)
     cost, tokens, blocks = CONSTANTS["torch"], layout.tokens, layout.blocks
-    near = width + value_width + cost["pair"]
     near_blocks = prod(min(3, length) for length in axes)
-    summary = features * (value_width + 1)
-    in_blocks = tokens * near_blocks * (layout.largest * near + GATHER * (width + value_width))
-    in_blocks += (2 * tokens + blocks * blocks + cost["summary"] * blocks) * summary
-    return tokens * tokens * (near + features + value_width + cost["pair"]) < in_blocks
+    near_pair = width + value_width + cost["pair"]
+    near = tokens**2 * near_pair
+    near_in_blocks = tokens * near_blocks * (layout.largest * near_pair + GATHER * (width + value_width))
+    far = tokens**2 * (features + value_width + cost["pair"])
+    far_in_blocks = (2 * tokens + blocks**2 + cost["summary"] * blocks) * features * (value_width + 1)
+    if near > near_in_blocks and near + far > near_in_blocks + far_in_blocks:
+        return Forms(near=False, far=False)
+    return Forms(near=True, far=far < far_in_blocks)
 
 
-class TokenPairs(NamedTuple):
-    """Pairs of tokens in windowed attention.
-
-    Attributes:
-        mixing: mixing coefficients of the blocks of both tokens, ``[N, N]`` or ``[H, N, N]``.
-        near: mask of the pairs whose weight is that of softmax attention, ``[N, N]`` bool.
-    """
-
-    mixing: Tensor
-    near: Tensor
-
-    @classmethod
-    def of(cls, matrix: Tensor, near_blocks: Tensor, block: Tensor, sinks: int) -> TokenPairs:
-        """Expand coefficients and neighborhoods from pairs of blocks to pairs of tokens.
-
-        Args:
-            matrix: mixing coefficients, ``[M, M]`` or ``[H, M, M]``.
-            near_blocks: mask of blocks that are the same or next to each other, ``[M, M]`` bool.
-            block: index of each token's block, ``[N]`` int64.
-            sinks: number of first tokens that are near for all tokens, and all tokens for them.
-        """
-        is_sink = torch.arange(len(block), device=block.device) < sinks
-        near = near_blocks[block[:, None], block] | is_sink[:, None] | is_sink
-        return cls(matrix.index_select(-2, block).index_select(-1, block), near)
-
-
-def attend_pairs(tokens: Sequence[Tensor], real: Tensor, *, pairs: TokenPairs) -> Tensor:
-    """Compute the outputs of windowed attention to all tokens, ``[B, N, H, V]``, from the scores of all token pairs.
+def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
+    """Return which pairs of tokens are near, ``[N, N]`` bool.
 
     Args:
-        tokens: queries multiplied by the scale of the scores, keys, values, features of queries and of keys, and the logarithm
-            of the factor on far tokens, ``[B, N, H, ...]`` each. The features of masked keys are zero.
-        real: mask of tokens that may be attended to, ``[B, N]`` bool.
-        pairs: coefficients and neighborhood of all token pairs.
+        near_blocks: mask of blocks that are the same or next to each other, ``[M, M]`` bool.
+        block: index of each token's block, ``[N]`` int64.
+        sinks: number of first tokens that are near for all tokens, and all tokens for them.
     """
-    q, k, v, f, g, far = (x.transpose(1, 2) for x in tokens)
+    is_sink = torch.arange(len(block), device=block.device) < sinks
+    return near_blocks[block[:, None], block] | is_sink[:, None] | is_sink
+
+
+def weigh_pairs(tokens: Sequence[Tensor], mixing: Tensor, near: Tensor) -> FarTokens:
+    """Compute the sums over the far tokens of each query from the scores of all token pairs, ``[B, H, N, V + 1]``.
+
+    Args:
+        tokens: queries, keys, values, features of queries and of keys, and the logarithm of the factor on far tokens,
+            ``[B, N, H, ...]`` each. The features of masked keys are zero.
+        mixing: mixing coefficients of the blocks of both tokens, ``[N, N]`` or ``[H, N, N]``.
+        near: mask of near pairs, ``[N, N]`` bool.
+    """
+    _, _, v, f, g, far = (x.transpose(1, 2) for x in tokens)
     f, log_factor = scale_features(f, far)
     # not a coefficient of zero: a score of near tokens may overflow
-    weights = ((f @ g.transpose(-1, -2)) * pairs.mixing).masked_fill(pairs.near, 0)
-    sums = finite_(weights @ F.pad(v, (0, 1), value=1.0))
-    near = NearTokens(k, v, pairs.near & real[:, None, None])
-    return combine(q, [near], FarTokens(sums, log_factor)).transpose(1, 2)
+    weights = ((f @ g.transpose(-1, -2)) * mixing).masked_fill(near, 0)
+    return FarTokens(finite_(weights @ F.pad(v, (0, 1), value=1.0)), log_factor)
+
+
+def attend_near(tokens: Sequence[Tensor], real: Tensor, near: Tensor, far: FarTokens) -> Tensor:
+    """Compute the outputs of windowed attention, ``[B, N, H, V]``, with scores of all token pairs for the near ones.
+
+    Args:
+        tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each, and others.
+        real: mask of tokens that may be attended to, ``[B, N]`` bool.
+        near: mask of near pairs, ``[N, N]`` bool.
+        far: sums over the far tokens.
+    """
+    q, k, v = (x.transpose(1, 2) for x in tokens[:3])
+    return combine(q, [NearTokens(k, v, near & real[:, None, None])], far).transpose(1, 2)

@@ -18,7 +18,7 @@ from mhla_kernels import (
 )
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.mixing import MixingLike
-from mhla_kernels.windowed_pairs import pairs_are_cheaper
+from mhla_kernels.windowed_pairs import Forms, cheapest_forms
 from torch import Tensor
 
 SIZE = 4
@@ -36,10 +36,11 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(windowed, "GATHERED", 100)
 
 
-@pytest.fixture(params=["by pairs", "by blocks"])
+@pytest.fixture(params=["in blocks", "near tokens by pairs", "by pairs"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compute attention to all tokens in both forms, one batch row at a time."""
-    monkeypatch.setattr(windowed, "pairs_are_cheaper", lambda *_: request.param == "by pairs")
+    """Compute attention to all tokens in all forms, one batch row at a time."""
+    forms = Forms(near=request.param != "in blocks", far=request.param == "by pairs")
+    monkeypatch.setattr(windowed, "cheapest_forms", lambda *_: forms)
     monkeypatch.setattr(windowed, "PART", 1)
 
 
@@ -568,10 +569,10 @@ def test_all_tokens_in_half_precision_and_hidden_completely() -> None:
 
 def test_pairs_of_tokens_are_computed_where_they_cost_less() -> None:
     """Images of 257, 1,370 and 5,330 tokens with a class token."""
-    for tokens, blocks, expected in ((257, 4, True), (1370, 4, False), (5330, 8, False)):
+    for tokens, blocks, *expected in ((257, 4, True, True), (1370, 4, True, False), (5330, 8, False, False)):
         offsets = (0, *range(1, tokens, -(-(tokens - 1) // blocks**2)), tokens)
         layout = TokenLayout(tokens, 0, offsets)
-        assert pairs_are_cheaper(layout, (blocks, blocks), 64, 128, 64) == expected, tokens
+        assert list(cheapest_forms(layout, (blocks, blocks), 64, 128, 64)) == expected, tokens
 
 
 @pytest.mark.usefixtures("form")
