@@ -43,7 +43,7 @@ from mhla_kernels.mixing.base import apply_matrix
 from mhla_kernels.near_far import FarTokens, NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, nothing, repeat_heads
 from mhla_kernels.torch_private import is_traced
-from mhla_kernels.windowed_pairs import attend_near, cheapest_forms, near_pairs, weigh_pairs
+from mhla_kernels.windowed_pairs import Forms, attend_near, cheapest_forms, near_pairs, weigh_pairs
 
 GATHERED = 2**22
 """Numbers of keys that are gathered at once for the windows of attention to all tokens: 16 MiB in float32.
@@ -274,7 +274,11 @@ def _bidirectional(
     matrix = matrix[..., : blocks.blocks, : blocks.blocks]
     near = _are_near(axes, lead, q.device)
     window = Window(matrix.masked_fill(near, 0), blocks, axes, lead, sinks)
-    forms = cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1])
+    # measured on CPUs only; there, scores of all rows are not held at once
+    is_cpu = q.device.type == "cpu"
+    forms = (
+        cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1]) if is_cpu else Forms(near=False, far=False)
+    )
     block = layout.token_blocks(q.device).block
     if forms.near:
         near = near_pairs(near, block, sinks)
@@ -287,7 +291,7 @@ def _bidirectional(
         far = weigh_pairs(tokens, matrix, near) if forms.far else window.far(tokens, real)
         return attend_near(tokens, real, near, far)
 
-    if len(q) == 1 or q.device.type != "cpu" or is_traced():
+    if len(q) == 1 or not is_cpu or is_traced():
         return run(tokens, real)
     numbers = layout.tokens**2 if forms.far else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
     count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))

@@ -27,7 +27,7 @@ On one thread of an Intel Xeon with AMX (torch 2.14.1), for grids of 4 x 4 block
 
 
 class Forms(NamedTuple):
-    """Which parts of windowed attention to all tokens are computed from pairs of tokens, instead of in blocks.
+    """Parts of windowed attention to all tokens that are computed from pairs of tokens, instead of in blocks.
 
     Attributes:
         near: whether softmax attention scores all pairs of tokens and masks the far ones, instead of copying the near tokens of
