@@ -63,8 +63,9 @@ def combine(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far
     """
     if not _suits_flash(q, near, f, mixed, far):
         return combine_scores(q, near, f, mixed, far)
-    # A masked score that overflows would make its row NaN, since flash attention adds the mask. Rows that see such a key are
-    # taken from the exact computation, and no others, because later tokens must not change a bit of them.
+    # Flash attention adds minus infinity to the scores of masked keys, so a score of plus infinity becomes NaN and spoils its
+    # row. Keys with very large numbers are therefore set to zero. Rows that attend to such a key, or whose query has such
+    # numbers, come from the exact computation. No other rows do, because a later token must not change a bit of them.
     limit = torch.finfo(q.dtype).max ** LARGEST
     if all(_largest(x) <= limit for x in (q, *(tokens.k for tokens in near))):
         return _with_flash(q, near, f, mixed, far)
@@ -105,8 +106,9 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tens
 def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return sums over far tokens, ``[..., C, V + 1]``, the logarithm of the factor on them, and the size of the features.
 
-    The sums are those of features divided by their size, the largest of a query, and the logarithm contains the size. With
-    features near 1e-11, second derivatives would square the inverse of their sum, which overflows.
+    The features of each query are divided by their size, which is the largest of them, and the logarithm of the size is added
+    to that of the factor. Otherwise, second derivatives would square the inverse of the sum of the features, which overflows
+    for features near 1e-11.
     """
     size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
     size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
@@ -114,13 +116,16 @@ def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tensor:
-    """Return the factor on the sums over far tokens; it stays finite if these are all zero, or zero times it would be NaN."""
+    """Return the factor on the sums over far tokens, ``exp(log_factor - log_divisor)``.
+
+    Where ``no_far`` is True, the sums are zero. The factor is bounded there, because zero times infinity would be NaN.
+    """
     bound = torch.where(no_far, MOST_GRADIENT * math.log(torch.finfo(log_factor.dtype).max), torch.inf)
     return torch.minimum(log_factor - log_divisor, bound).exp()
 
 
 def _suits_flash(q: Tensor, near: Sequence[NearTokens], *others: Tensor) -> bool:
-    """Return whether torch's flash attention for CPUs can compute the near part: plain tensors, values as wide as keys."""
+    """Return whether torch's flash attention for CPUs can compute the near part, and is likely to be faster."""
     if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
         return False
     tensors = (q, *others, *(x for tokens in near for x in tokens[:2]))
@@ -138,7 +143,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return whether all numbers of each vector are at most ``limit`` in size, ``[..., 1]``; NaN is not."""
+    """Return for vectors ``[..., D]`` whether all absolute values are at most ``limit``, ``[..., 1]`` bool; False for NaN."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
@@ -153,7 +158,8 @@ def _with_flash(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor,
 class _Combined(torch.autograd.Function):
     """Autograd function for :func:`combine` with torch's flash attention for CPUs.
 
-    Its tensors are those of :func:`combine`, a list of masks, and keys and values of each group of near tokens.
+    It takes the tensors of :func:`combine`. The groups of near tokens are passed as a list of masks, then the keys and the
+    values of each group.
     """
 
     @staticmethod
@@ -172,7 +178,7 @@ class _Combined(torch.autograd.Function):
             groups.append((_unrows(near, q), log_near))
         unseen = log_total == -torch.inf
         log_total = log_total.masked_fill(unseen, 0)
-        # in two steps: sums near the smallest number have a factor that overflows alone
+        # in two steps: if the sums are near the smallest positive number, their factor alone would overflow
         half = _far_factor(log_factor / 2, log_total / 2, no_far)
         out = half * (half * sums[..., :-1])
         for near, log_near in groups:
@@ -186,7 +192,7 @@ class _Combined(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, f, mixed, far, *others = ctx.saved_tensors
         masks, tokens, (out, log_total, unseen) = others[: ctx.groups], others[ctx.groups : -3], others[-3:]
-        if torch.is_grad_enabled():  # derivatives of these gradients are wanted, which torch does not have
+        if torch.is_grad_enabled():  # second derivatives are wanted, which torch has no formula for
             return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, f, mixed, far), masks, tokens)
         with without_autocast(q.device.type):
             gradient = gradient.masked_fill(unseen, 0)
@@ -201,7 +207,7 @@ class _Combined(torch.autograd.Function):
                 of_tokens += [_unrows(x, q) for x in parts[1:]]
             sums, log_factor, size = _far_sums(f, mixed, far)
             factor = _far_factor(log_factor, log_total, sums[..., -1:] <= 0).masked_fill(unseen, 0)
-            # the last sum is that of the weights, which divides all
+            # the last column is the sum of the weights, which divides all others
             of_sums = factor * torch.cat([gradient, -(gradient * out).sum(-1, keepdim=True)], -1)
             of_f = of_sums @ mixed.transpose(-1, -2) / size
             of_mixed = (f / size).transpose(-1, -2) @ of_sums
@@ -216,7 +222,7 @@ def _gradients_of_scores(
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of :func:`combine_scores` for the arguments of :class:`_Combined`; they can be differentiated."""
+    """Return the gradients of :class:`_Combined` for its arguments, computed so that they can be differentiated again."""
     q, f, mixed, far = inputs
     near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
     out = combine_scores(q, near, f, mixed, far)
@@ -238,6 +244,6 @@ def _unrows(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _added(visible: Tensor, q: Tensor) -> Tensor:
-    """Return a mask in the form that flash attention adds to scores, ``[B ..., 1, C or 1, S]``: 0, or minus infinity."""
+    """Convert a bool mask to numbers that flash attention adds to scores, ``[B ..., 1, C or 1, S]``: 0 or minus infinity."""
     visible = visible.expand(q.shape[0], 1, *q.shape[2:-2], *visible.shape[-2:])
     return _rows(q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf))

@@ -86,7 +86,7 @@ def mhla_window_attention(
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
         mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they are
             those of the blocks of the grid, without the block of sinks.
-        block_size: tokens in a block. Give it or ``block_offsets``.
+        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: index of the first token of each block, followed by N; only without ``causal``.
         causal: whether a token attends only to itself and earlier tokens.
         block_grid: number of blocks along each axis of a grid of blocks in row-major order; None for a sequence of blocks. With
@@ -152,7 +152,7 @@ class InBlocks(NamedTuple):
         f: features of the queries, ``[B, H, M, C, K]``.
         g: features of the keys, ``[B, H, M, C, K]``.
         far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
-        visible: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
+        visible: ``[B, M, C]`` bool, True for slots with a token that may be attended to.
     """
 
     q: Tensor
@@ -167,7 +167,7 @@ class InBlocks(NamedTuple):
         """Return the tensors with sinks hidden and their features zero, because every query reads sinks separately.
 
         Args:
-            is_first: mask of the blocks that begin a sequence, ``[M]`` bool.
+            is_first: ``[M]`` bool, True for blocks that begin a sequence.
             sinks: number of sinks.
         """
         if not sinks:
@@ -182,8 +182,16 @@ class InBlocks(NamedTuple):
 
 
 def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, scale: float) -> Tensor:
-    """Compute the outputs of causal attention, ``[B, H, M, C, V]``."""
-    # first blocks of sequences: the block before them belongs to another sequence, or does not exist
+    """Compute the outputs of causal attention, ``[B, H, M, C, V]``.
+
+    Args:
+        x: tensors in blocks.
+        mixing: mixing coefficients between all blocks.
+        blocks: assignment of the tokens to blocks.
+        sinks: number of sinks, which are in the first block of each sequence.
+        scale: factor on the scores of near tokens.
+    """
+    # True for the first block of each sequence: the block before it belongs to a different sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
     starts = index == 0 if blocks.local is None else blocks.local == 0
     first = index[:1] if blocks.local is None else index - blocks.local
@@ -206,10 +214,10 @@ class CausalWindow(NamedTuple):
     Attributes:
         k: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v: values of the block before each block, ``[B, H, M, C, V]``.
-        visible: mask of slots of the block before that may be attended to, ``[B, M, C]`` bool.
+        visible: ``[B, M, C]`` bool, True for slots of the block before that may be attended to.
         sink_k: keys of the sinks, ``[B, H, M or 1, S, Dk]``.
         sink_v: values of the sinks, ``[B, H, M or 1, S, V]``.
-        sinks_visible: mask of the sinks that each query attends to, ``[B, M, C, S]`` bool.
+        sinks_visible: ``[B, M, C, S]`` bool, True for sinks that a query attends to.
     """
 
     k: Tensor
@@ -239,7 +247,7 @@ class CausalWindow(NamedTuple):
 
 
 def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, sinks: int, scale: float) -> Tensor:
-    """Compute the outputs of attention to all tokens, ``[B, H, M, C, V]``; those of sinks are to be replaced.
+    """Compute the outputs of attention to all tokens, ``[B, H, M, C, V]``; the caller replaces those of sinks.
 
     Args:
         x: tensors in blocks.
@@ -277,7 +285,15 @@ def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, si
 
 
 def _gather(x: Tensor, block: Tensor) -> Tensor:
-    """Return the slots ``[B, H, M, R C, D]`` that each block reads, for the numbers ``[M, R]`` of the blocks that it reads."""
+    """Collect for each of M blocks the slots of the R blocks that it reads.
+
+    Args:
+        x: tensor in blocks of C slots, ``[B, H, blocks, C, D]``.
+        block: indices of the blocks that each block reads, ``[M, R]`` int64.
+
+    Returns:
+        ``[B, H, M, R * C, D]``.
+    """
     # complete blocks are copied: selecting single slots takes ten times as long on a CPU
     return x.index_select(2, block.flatten()).unflatten(2, block.shape).flatten(3, 4)
 
@@ -287,12 +303,12 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
 
     Args:
         grid: number of blocks along each axis.
-        lead: number of blocks before the grid, which read nothing: 0 or 1.
+        lead: number of blocks before the grid, which read no blocks: 0 or 1.
         device: device of the results.
 
     Returns:
-        Numbers of blocks, int64, and a mask that is False for blocks that are not in the window; both ``[M, R]``, where R is
-        the product of at most 3 blocks along each axis.
+        Indices of the blocks, int64, and a bool mask that is False for blocks outside the window; both ``[M, R]``. R is the
+        product of the widths of the window along the axes, at most 3 blocks each.
     """
     block = torch.zeros(1, 1, dtype=torch.int64, device=device)
     near = torch.ones_like(block, dtype=torch.bool)
@@ -313,7 +329,7 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
 
 
 def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
-    """Return which blocks are the same or next to each other, ``[M, M]`` bool, for ``lead`` blocks before a grid of blocks."""
+    """Return which pairs of M blocks are equal or neighbors, ``[M, M]`` bool; False for ``lead`` blocks before the grid."""
     near = torch.ones(1, 1, dtype=torch.bool, device=device)
     for length in grid:
         index = torch.arange(length, device=device)
@@ -330,7 +346,7 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> 
         q: queries, ``[B, S, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, V]``.
-        visible: mask of the tokens that may be attended to, ``[B, N]`` bool.
+        visible: ``[B, N]`` bool, True for tokens that may be attended to.
         scale: factor on the scores.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -344,8 +360,8 @@ def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
     """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
 
-    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has
-    softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
+    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has softmax weights for
+    near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
 
     Args:
         problem: checked arguments of :func:`mhla_window_attention`, except the features.
@@ -416,7 +432,7 @@ def check_window(
 
 
 def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
-    """Raise ValueError if ``number`` blocks are not those of a grid, and one of sinks if there are sinks."""
+    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one for the sinks if there are any."""
     grid = tuple(block_grid)
     if any(is_dynamic(length) for length in (*grid, number)):
         return
@@ -435,7 +451,7 @@ def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool
         sinks: number of sinks.
 
     Raises:
-        ValueError: if a grid is given for causal attention, or has a different number of blocks.
+        ValueError: if a grid is given for causal attention, or if the number of its blocks does not fit the call.
     """
     if block_grid is None:
         return None

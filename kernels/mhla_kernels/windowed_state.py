@@ -115,7 +115,8 @@ def mhla_window_prefill(
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding.
-        state: state from the last call; None at the start. It is not changed.
+        state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
+            changed.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
@@ -219,12 +220,13 @@ def mhla_window_step(
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
         mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
-        state: state from the last call. It is not changed unless ``donate_state`` is on.
+        state: state that the last call of this function or of :func:`mhla_window_prefill` returned. It is not changed unless
+            ``donate_state`` is on.
         block_size: tokens in a block.
         sinks: number of tokens at the start of each row that are sinks.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards.
+        donate_state: whether the new state may reuse the memory of ``state``, which the caller must then no longer use.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
@@ -336,7 +338,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
         if first:
             chain = torch.cat([start.previous[rows][:, :, None], chain], 2)
             return mixing.mix_after(finished, chain, first - 1)
-        # no block is before the first one: it gets zeros
+        # the first block has no block before it: it gets zeros
         return F.pad(mixing.mix_after(finished, chain, 0) if chain.shape[2] else chain, (0, 0, 1, 0))
 
     return by_groups(groups_of_rows(firsts, [True] * len(firsts), sums.device), mixed)

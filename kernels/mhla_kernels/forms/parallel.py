@@ -35,9 +35,9 @@ def parallel(q_BHNK: Tensor, k_BHJK: Tensor, v_BHJV: Tensor, mixing: Tensor, wei
     shape, (rows, columns) = scores.shape, mixing.shape[-2:]
     block = torch.arange(shape[-1], device=scores.device) // (shape[-1] // columns) if causal == "block" else None
     if causal == "block":
-        # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+        # hide later scores before the product too: an overflowed one times zero would make the gradient of mixing NaN
         scores = hide_later(scores, causal, block)
-    # a view by blocks: expanding the coefficients to N x J would cost another matrix of this size
+    # multiply a view by blocks: expanding the coefficients to N x J would take one more matrix of this size
     by_block = scores.view(shape[0], shape[1], rows, shape[2] // rows, columns, shape[3] // columns)
     scores = (by_block * mixing.unsqueeze(-1).unsqueeze(-3)).view(shape)
     if causal:
