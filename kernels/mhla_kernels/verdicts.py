@@ -114,7 +114,6 @@ def name_of(device: str) -> str:
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``.
-
     """
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 

@@ -12,7 +12,6 @@ def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None) -
 
     Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
 
-
     Args:
         scores_TT: scores of T queries (rows) and T keys, ``[..., T, T]``.
         causal: whether a query attends to keys up to itself only; ``"block"`` if it attends to all keys of its own block and of
