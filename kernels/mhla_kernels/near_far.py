@@ -27,7 +27,7 @@ MOST_GRADIENT = 0.5
 LARGEST = 0.47
 """Exponent e: flash attention takes queries and keys up to ``max ** e`` (1e18 in float32), whose products do not overflow."""
 FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
-"""Fewest queries in a block for which flash attention pays, without and with a backward pass.
+"""Smallest numbers of queries in a block for which flash attention is used, without and with a backward pass.
 
 On one thread of an AMD EPYC (torch 2.14.1), blocks of 32, 66 and 128 queries are faster without a backward pass; with one,
 blocks of 32 are slower, and blocks of 66 faster.
@@ -80,7 +80,7 @@ def combine(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far
 
 
 def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
-    """Compute :func:`combine` from the scores of all near tokens.
+    """Compute the result of :func:`combine`, with the same arguments, from the scores of all near tokens.
 
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
@@ -104,11 +104,14 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tens
 
 
 def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums over far tokens, ``[..., C, V + 1]``, the logarithm of the factor on them, and the size of the features.
+    """Compute the sums over far tokens, for the arguments ``f``, ``mixed`` and ``far`` of :func:`combine`.
 
-    The features of each query are divided by their size, which is the largest of them, and the logarithm of the size is added
-    to that of the factor. Otherwise, second derivatives would square the inverse of the sum of the features, which overflows
-    for features near 1e-11.
+    The features of each query are divided by their size, which is the largest of them. Otherwise, second derivatives would
+    square the inverse of the sum of the features, which overflows for features near 1e-11.
+
+    Returns:
+        Sums with the divided features, ``[..., C, V + 1]``; the logarithm of the factor on these sums, which includes the size
+        of the features, ``[..., C, 1]``; and this size, ``[..., C, 1]``.
     """
     size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
     size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
@@ -118,7 +121,8 @@ def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Te
 def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tensor:
     """Return the factor on the sums over far tokens, ``exp(log_factor - log_divisor)``.
 
-    Where ``no_far`` is True, the sums are zero. The factor is bounded there, because zero times infinity would be NaN.
+    Where ``no_far`` is True, the sums are zero. The factor is bounded there, because zero times infinity would be NaN. All
+    tensors are ``[..., C, 1]``.
     """
     bound = torch.where(no_far, MOST_GRADIENT * math.log(torch.finfo(log_factor.dtype).max), torch.inf)
     return torch.minimum(log_factor - log_divisor, bound).exp()
@@ -222,7 +226,18 @@ def _gradients_of_scores(
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of :class:`_Combined` for its arguments, computed so that they can be differentiated again."""
+    """Compute the gradients of :class:`_Combined` from :func:`combine_scores`, so that they can be differentiated again.
+
+    Args:
+        needed: for each argument of :class:`_Combined`, whether its gradient is wanted.
+        gradient: gradient of the outputs.
+        inputs: the tensors q, f, mixed and far of :func:`combine`.
+        masks: mask of each group of near tokens.
+        tokens: keys and values of each group of near tokens, alternating.
+
+    Returns:
+        A gradient for each argument of :class:`_Combined`; None if it is not wanted.
+    """
     q, f, mixed, far = inputs
     near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
     out = combine_scores(q, near, f, mixed, far)
@@ -244,6 +259,14 @@ def _unrows(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _added(visible: Tensor, q: Tensor) -> Tensor:
-    """Convert a bool mask to numbers that flash attention adds to scores, ``[B ..., 1, C or 1, S]``: 0 or minus infinity."""
+    """Convert a bool mask to numbers that flash attention adds to scores: 0 for True, minus infinity for False.
+
+    Args:
+        visible: mask of near tokens, as in :class:`NearTokens`.
+        q: queries, ``[B, H, ..., C, Dk]``, which give the dtype.
+
+    Returns:
+        ``[B ..., 1, C or 1, S]``.
+    """
     visible = visible.expand(q.shape[0], 1, *q.shape[2:-2], *visible.shape[-2:])
     return _rows(q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf))

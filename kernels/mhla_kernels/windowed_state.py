@@ -290,12 +290,18 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, s
 
 
 def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each new token in its row, ``[B, N]``."""
+    """Return the position of each of N = ``tokens`` new tokens in its row, ``[B, N]`` int64."""
     return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the generation state of windowed attention before the first token, with sizes that fit the arguments."""
+    """Return the generation state of windowed attention before the first token.
+
+    Args:
+        problem: checked arguments of the first call.
+        f: features of the queries, ``[B, N, H, K]``.
+        kind: properties of the state, such as the number of sinks.
+    """
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]

@@ -86,7 +86,8 @@ def _through_summary(
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
     well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
     the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
-    features.
+    features. ``rows`` are the indices of the tokens in the tile; those that are not ``visible`` count as zero. ``outputs`` are
+    the indices of the output features that the program computes.
 
     Returns:
         ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.

@@ -44,7 +44,8 @@ def products(
 ):
     """Compute the dot product of each token of tile a with each token of tile b, ``[ROWS, COLUMNS]`` float32.
 
-    With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
+    The tiles are ``ROWS`` and ``COLUMNS`` tokens, with the indices ``a_rows`` and ``b_rows``. Tokens that are not visible count
+    as zero. With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
