@@ -239,7 +239,7 @@ def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str
 
 
 def loss_table(result: dict[str, Any]) -> list[list[str]]:
-    """Return the cells of the table of losses, title row first: means and standard deviations over the seeds."""
+    """Return the rows of the table of losses, with a title row: mean and standard deviation over the seeds."""
 
     def spread(values: list[float]) -> str:
         return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
@@ -253,7 +253,7 @@ def loss_table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def time_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells of the table of times, title row first: medians of the forward pass and of both passes."""
+    """Return the rows of the table of times, with a title row: medians of the forward pass and of both passes."""
     table = [["tokens of the image", "tokens of the text", *KINDS]]
     for n, m in dict.fromkeys((row["queries"], row["keys"]) for row in rows):
         by_kind = {row["attention"]: row for row in rows if (row["queries"], row["keys"]) == (n, m)}
@@ -275,7 +275,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for cross-attention-cpu.json")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # so that the processor time is that of the layer alone
+    torch.set_num_threads(1)  # so that processor time is the time of the layer
     console = Console(width=130)
     result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
     result["model"] = {**MODEL, "text": asdict(TEXT), "batch": BATCH, "scenes": SCENES, "rate": RATE}
