@@ -74,7 +74,7 @@ def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[
 
 
 def step(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass of a model on the given inputs."""
+    """Return a function that runs a forward and backward pass of a model on given inputs."""
 
     def once() -> None:
         module(*tensors).square().mean().backward()
@@ -145,7 +145,12 @@ GROWTHS = {"milliseconds": "time over pixels", "gmacs": "operations over pixels"
 
 
 def growth(row_by_size: dict[int, dict[str, Any]], name: str) -> str:
-    """Format the ratio of a figure per pixel at the largest size to that at the smallest."""
+    """Format the growth of a figure per pixel, as the ratio of its value at the largest size to that at the smallest.
+
+    Args:
+        row_by_size: results by image size, the height or width in pixels.
+        name: name of the figure in the results, such as ``milliseconds``.
+    """
     small, large = min(row_by_size), max(row_by_size)
     return f"{row_by_size[large][name] / row_by_size[small][name] / (large / small) ** 2:.2f}"
 

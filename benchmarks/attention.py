@@ -1,4 +1,4 @@
-"""Time of each form of the operator, compared with softmax and linear attention, a loop over blocks, and its floor.
+"""Time of each form of the operator, compared with softmax and linear attention, a loop over blocks, and the minimal time.
 
     lightning bench attention
     lightning bench attention --device cpu
@@ -47,7 +47,15 @@ LONGEST_LOOP = 128
 def methods(shape: Shape, device: torch.device, dtype: torch.dtype, checkout: Path | None) -> dict[str, Method]:
     """Return the implementations of attention to compare, by name.
 
-    Each is a function without arguments, together with the tensors for which the backward pass computes gradients.
+    Args:
+        shape: sizes of the tensors.
+        device: device of the tensors.
+        dtype: dtype of q, k and v.
+        checkout: folder with the code of the paper's authors; None to leave it out.
+
+    Returns:
+        For each implementation, a function without arguments that computes the outputs, and the tensors for which the
+        backward pass computes gradients.
     """
     q, k, v, mixing = inputs(shape, device, dtype)
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}
@@ -87,6 +95,14 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Measure every implementation of attention on one shape.
 
+    Args:
+        shape: sizes of the tensors.
+        device: device of the tensors.
+        dtype: dtype of q, k and v.
+        seconds: approximate duration of each measurement in seconds.
+        rates: peak rates of the device, for the minimal time (floor).
+        checkout: folder with the code of the paper's authors; None to leave it out.
+
     Returns:
         A row for each implementation: milliseconds, minimal milliseconds (floors), rates and memory, or the error if it fails.
     """
@@ -97,7 +113,7 @@ def measure(
             row["backend"] = getattr(softmax_backend(device), "name", "chosen by torch")
         try:
             row |= _times(call, leaves, device, seconds)
-        except Exception as error:  # the other methods are measured whatever the error
+        except Exception as error:  # an error must not prevent the measurement of the other methods
             row["error"] = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         if name in OURS and device.type == "cuda" and dtype == torch.bfloat16 and "error" not in row:
             row |= _against_floor(shape, row, rates, TERMS if name == "exponential" else None)

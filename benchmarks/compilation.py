@@ -1,4 +1,4 @@
-"""Effect of `compile: true` on the shipped CPU configurations: graphs, losses against uncompiled ones, time of a step.
+"""Effect of `compile: true` on the shipped CPU configurations: number of graphs, change of the losses, time of a step.
 
     lightning bench compilation --out benchmarks/results
 
@@ -67,7 +67,15 @@ def fits(config: str, steps: int, folder: Path, start: Path | None) -> dict[str,
 
 
 def step_times(config: str, runs: int) -> dict[str, Any]:
-    """Measure milliseconds per step, and seconds of the first step, in several runs of a configuration. Both are sorted."""
+    """Measure the duration of training steps, and of the first step, in several compiled and uncompiled runs.
+
+    Args:
+        config: path of the configuration below ``configs``, without extension.
+        runs: number of runs of each kind.
+
+    Returns:
+        Sorted lists with a value for each run: milliseconds per step, and seconds of the first step.
+    """
     figures: dict[str, Any] = {}
     for compiled in (False, True):
         rows = [measure_or_halve(config, SMALL.get(config, 16), compiled, 12) for _ in range(runs)]

@@ -72,7 +72,12 @@ class Scenes:
 
     @classmethod
     def render(cls, train: bool, count: int) -> Scenes:
-        """Render scenes of MNIST's training digits, or of its held-out digits."""
+        """Render scenes of colored MNIST digits.
+
+        Args:
+            train: whether to use the training digits instead of the held-out ones.
+            count: number of scenes S.
+        """
         samples, encoder = SceneSamples(train), WordVectors(TEXT, MODEL["caption_channels"])
         items = [samples[index] for index in track(range(count), "rendering scenes", transient=True)]
         texts = encoder.encode([item["caption"] for item in items], torch.device("cpu"))
@@ -80,7 +85,14 @@ class Scenes:
 
 
 def losses(model: nn.Module, images: Tensor, texts: Tensor, generator: torch.Generator) -> Tensor:
-    """Compute the flow-matching loss of each image, ``[B]``, at random timesteps."""
+    """Compute the flow-matching loss of each image, ``[B]``, at random timesteps.
+
+    Args:
+        model: model that predicts the velocity.
+        images: images, ``[B, 3, 32, 32]``.
+        texts: embedded captions, ``[B, 8, 32]``; tokens of zeros are masked.
+        generator: source of the timesteps and the noise.
+    """
     times = draw_flow_times("logit_normal", SHIFT, len(images), generator, torch.device("cpu"))
     noise = torch.randn(images.shape, generator=generator)
     noisy, velocity = flow_point(images, noise, times)
@@ -91,7 +103,15 @@ def losses(model: nn.Module, images: Tensor, texts: Tensor, generator: torch.Gen
 
 @torch.no_grad()
 def evaluate(model: nn.Module, scenes: Scenes, wrong_captions: bool = False) -> float:
-    """Compute the mean loss on scenes, with several draws of timestep and noise for each, the same for every model."""
+    """Compute the mean loss on scenes, with several draws of timestep and noise for each scene.
+
+    The draws are the same for every model.
+
+    Args:
+        model: model to evaluate.
+        scenes: scenes to compute the loss on.
+        wrong_captions: whether each image gets the caption of a different scene.
+    """
     generator, values = torch.Generator().manual_seed(1), []
     texts = scenes.texts.roll(1, 0) if wrong_captions else scenes.texts
     for _ in range(DRAWS):
@@ -103,7 +123,16 @@ def evaluate(model: nn.Module, scenes: Scenes, wrong_captions: bool = False) -> 
 
 
 def train(model: nn.Module, scenes: Scenes, steps: int, rate: float, seed: int, title: str) -> None:
-    """Train all weights of a model in place."""
+    """Train all weights of a model in place.
+
+    Args:
+        model: model to train.
+        scenes: training data.
+        steps: number of optimizer steps.
+        rate: peak learning rate.
+        seed: seed of the order of the scenes, the timesteps and the noise.
+        title: title of the progress bar.
+    """
     order, generator = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -180,7 +209,18 @@ def layer_call(kind: str, queries: int, keys: int, backward: bool) -> Callable[[
 
 
 def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str, Any]]:
-    """Measure the forward pass, and both passes together, of each kind at each pair of lengths; kinds alternate in each run."""
+    """Measure the processor time of one layer, for each kind of attention and each pair of lengths.
+
+    The kinds alternate in each run.
+
+    Args:
+        queries: numbers of tokens of the image.
+        keys: numbers of tokens of the text.
+        runs: number of measurements of each time.
+
+    Returns:
+        A row for each kind and pair of lengths, with sorted milliseconds of the forward pass and of both passes together.
+    """
     rows: dict[tuple[int, int, str], dict[str, Any]] = {}
     cases = [(n, m) for n in queries for m in keys]
     for n, m in track(cases, "measuring", transient=True):

@@ -70,7 +70,7 @@ def both_ms(shape: Shape, form: str, device: torch.device, seconds: float) -> fl
 
 
 def compare_forms(shapes: list[Shape], device: torch.device, seconds: float, console: Console) -> Table:
-    """Tabulate, for each shape, the times of both forms, the choice of ``form="auto"``, and the time that it loses."""
+    """Tabulate for each shape the times of both forms, the choice of ``form="auto"``, and how much slower the choice is."""
     table = Table(title="forward + backward, milliseconds (median)")
     for title in ("shape", "parallel", "chunked", "auto picks", "loses"):
         table.add_column(title, justify="left" if title == "shape" else "right")

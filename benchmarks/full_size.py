@@ -54,7 +54,12 @@ class FullSize:
 
 
 def count(case: FullSize, kinds: list[str]) -> Row:
-    """Count the parameters of a model, and the floating-point operations of its forward pass (two for each multiply-add)."""
+    """Count the parameters of a model, and the floating-point operations of its forward pass (two for each multiply-add).
+
+    Args:
+        case: model to count.
+        kinds: kinds of attention of the layers, repeated to the depth.
+    """
     with torch.device("meta"):
         model = case.build(kinds, case.layers)
     with FlopCounterMode(display=False) as counter, torch.no_grad():
@@ -63,7 +68,13 @@ def count(case: FullSize, kinds: list[str]) -> Row:
 
 
 def track(case: FullSize, kinds: list[str], layers: int) -> int:
-    """Track the memory of training steps of a model with ``layers`` blocks, and return the peak in bytes."""
+    """Track the memory of training steps of a model, and return the peak in bytes.
+
+    Args:
+        case: model to track.
+        kinds: kinds of attention of the layers, repeated to the depth.
+        layers: number of blocks of the model.
+    """
     with FakeTensorMode():
         model = case.build(kinds, layers).train()
         model.enable_gradient_checkpointing()
@@ -84,6 +95,10 @@ def track(case: FullSize, kinds: list[str], layers: int) -> int:
 def peak_memory(case: FullSize, kinds: list[str]) -> Row:
     """Return the peak memory of a training step in bytes, extrapolated from smaller depths for deep models.
 
+    Args:
+        case: model to track.
+        kinds: kinds of attention of the layers, repeated to the depth.
+
     Raises:
         SystemExit: if memory does not grow linearly with the depth.
     """
@@ -102,14 +117,19 @@ def peak_memory(case: FullSize, kinds: list[str]) -> Row:
 
 
 def training_step(case: FullSize, model: Any, sample: tuple[Tensor, ...], device: str) -> None:
-    """Run a forward and backward pass of a model in bfloat16 autocast on a type of device."""
+    """Run a forward and backward pass of a model in bfloat16 autocast on a type of device, such as ``"cuda"``."""
     with torch.autocast(device, dtype=torch.bfloat16):
         out = case.call(model, *sample)
     out.float().square().mean().backward()
 
 
 def measure(case: FullSize, kinds: list[str]) -> Row:
-    """Measure a model on the GPU: milliseconds of the last layer's attention, a forward pass, and a training step."""
+    """Measure a model on the GPU: milliseconds of the last layer's attention, a forward pass, and a training step.
+
+    Args:
+        case: model to measure.
+        kinds: kinds of attention of the layers, repeated to the depth.
+    """
     with torch.device("cuda"):
         model = case.build(kinds, case.layers)
     sample = case.inputs("cuda")

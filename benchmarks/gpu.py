@@ -153,7 +153,14 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
 
 
 def goals(out: Path) -> list[dict[str, Any]]:
-    """Compare measured times with their floors and with the peers, for each shape in attention-cuda.json."""
+    """Compare the operator's measured times with their floors and with those of the peers.
+
+    Args:
+        out: folder of the results, in which attention-cuda.json is read.
+
+    Returns:
+        A row for each measured shape; an empty list if there is no such file.
+    """
     path = out / "attention-cuda.json"
     if not path.exists():
         return []

@@ -187,7 +187,14 @@ def _built(model: Model, swapped: bool) -> nn.Module:
 
 
 def traced(model: Model, swapped: bool) -> dict[str, Any]:
-    """Count graph breaks of a compiled model, and with ``fullgraph=True`` count graphs and compare outputs at each size."""
+    """Count the graph breaks and graphs of a compiled model, and compare its outputs with those of the uncompiled model.
+
+    Graphs are counted and outputs compared with ``fullgraph=True``, at each input size.
+
+    Args:
+        model: model to compile.
+        swapped: whether to replace its attention.
+    """
     from torch._dynamo.utils import counters
 
     row: dict[str, Any] = {"graphs": [], "difference": 0.0, "error": None}
@@ -255,7 +262,13 @@ def _commit(folder: Path) -> str:
 
 
 def older_rows(checkout: Path, names: list[str], seconds: float) -> list[dict[str, Any]]:
-    """Run this benchmark with the packages of an older checkout, and return its rows."""
+    """Run this benchmark with the packages of an older checkout, and return its rows.
+
+    Args:
+        checkout: folder of the older checkout.
+        names: names of the models.
+        seconds: duration of each timing in seconds; 0 to measure no times.
+    """
     program = Path(__file__).resolve()
     code = f"import runpy, sys; sys.argv = {[str(program), '--rows', ','.join(names), '--seconds', str(seconds)]!r}; "
     code += f"runpy.run_path({str(program)!r}, run_name='__main__')"

@@ -138,7 +138,7 @@ def wait_to_kill(process: RunningProcess, run: Path, rng: random.Random, spread:
 
 
 def _logs(table: Path, process: RunningProcess) -> bool:
-    """Return whether the current process of a run has logged a step, and not only an earlier one.
+    """Return whether the current process of a run has logged a step. Steps that earlier processes logged do not count.
 
     Args:
         table: CSV file of losses in the folder of the run.
@@ -251,7 +251,14 @@ def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:
 
 
 def measure(name: str, folder: Path, kills: int | None, seed: int) -> dict[str, Any]:
-    """Train one domain undisturbed and with kills, and compare the two runs."""
+    """Train one domain undisturbed and with kills, and compare the two runs.
+
+    Args:
+        name: name of the domain.
+        folder: folder of both runs.
+        kills: number of kills; None for the default of the domain.
+        seed: seed of the random times.
+    """
     domain = DOMAINS[name]
     config = write_config(domain, folder)
     begun = time.monotonic()

@@ -78,8 +78,8 @@ def peak_of(layers: int, part: Any, step: Callable[[Any, tuple[Tensor, ...]], No
 
     Args:
         layers: number of layers of the model.
-        part: part of the model to train, see :func:`build`.
-        step: function that runs forward and backward of a model on its inputs.
+        part: parameters to train, as for :func:`build`.
+        step: function that runs the passes of a model on its inputs, such as :func:`train`.
         tokens: number of tokens of the sequence.
     """
     with FakeTensorMode():

@@ -115,7 +115,7 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
 def measure_apart(
     model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Run :func:`measure` in a separate process. If the process fails, the result has its error instead of figures."""
+    """Run :func:`measure` in a separate process. If it fails, the result contains the error instead of measurements."""
     case = json.dumps([model, pixels, kind, images, str(device), seconds])
     command = [sys.executable, "-m", "benchmarks.models", "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)

@@ -106,7 +106,7 @@ def small_case(form: ChosenForm) -> Case:
 
 
 def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Compare outputs and gradients, for inputs of several tiles, with the operator's definition in float64."""
+    """Compare outputs and gradients, for inputs of several tiles, with the operator's definition, computed in float64."""
     native = device.type == "cuda"
     widths = WIDTHS if native else WIDTHS[:1]
     for form, dtype, (key, value), causal in product(FORMS, BOUNDS, widths, (False, True)):
@@ -217,11 +217,11 @@ CHECKS: dict[str, tuple[Callable[[torch.device], Iterator[tuple[str, str]]], boo
     "capture and replay": (capture_and_replay, True),
     "large tensors": (large_tensors, False),
 }
-"""Checks by name, each with whether it needs a GPU. A check yields a case and its result, or raises."""
+"""Checks by name, each with whether it needs a GPU. A check yields the name and the result of each case, or raises an error."""
 
 
 def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
-    """Run all checks on a device, print a table, and return its rows. A check that raises an error has a row, too."""
+    """Run all checks on a device, print a table, and return its rows. A check that raises an error also has a row."""
     rows: list[dict[str, Any]] = []
     table = Table("check", "case", "", "found")
     for name, (function, needs_gpu) in CHECKS.items():

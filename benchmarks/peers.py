@@ -16,11 +16,11 @@ def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int
     """Compute causal MHLA without a normalizer by a Python loop over blocks, as a baseline for benchmarks.
 
     Args:
-        q: queries, shaped as for :func:`mhla_attention`.
-        k: keys.
-        v: values.
-        mixing: mixing coefficients.
-        block: number of tokens in a block.
+        q: queries, ``[B, N, H, D]``.
+        k: keys, ``[B, N, H, D]``.
+        v: values, ``[B, N, H, V]``.
+        mixing: coefficients between M blocks, ``[M, M]``.
+        block: number of tokens in a block, ``N / M``.
     """
     q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
     blocks = q.shape[2]
@@ -40,7 +40,7 @@ def softmax_backend(device: torch.device) -> SDPBackend | None:
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend | None) -> Tensor:
-    """Compute softmax attention by a given backend. All tensors are ``[B, H, N, D]``."""
+    """Compute softmax attention with ``backend``; None lets torch choose. All tensors are ``[B, H, N, D]``."""
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     with sdpa_kernel(backend):

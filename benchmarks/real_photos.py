@@ -1,9 +1,9 @@
-"""Photographs to linearize image encoders with: backgrounds of desktops, from packages of Debian.
+"""Photographs for linearizing image encoders: desktop backgrounds from Debian packages.
 
     lightning bench real_photos --out photos
 
 The packages are fetched by ``apt-get download`` and unpacked into a temporary folder; nothing is installed. ``--tree`` names a
-folder in which they are unpacked already. Each picture is reduced to at most 2,240 pixels on its shorter side and cut into
+folder with packages that are already unpacked. Each picture is reduced to at most 2,240 pixels on its shorter side and cut into
 squares of 560 pixels; squares with little contrast, such as sky, are left out. Every sixth picture, in the order of a hash of
 its content, is held out. The squares are in ``train/photo`` and ``val/photo``, as a folder with one class.
 """
@@ -22,31 +22,31 @@ from benchmarks.real_texts import unpack
 from lightning_mhla.data.images import decode_file
 
 PACKAGES = ("mate-backgrounds", "gnome-backgrounds", "plasma-workspace-wallpapers", "ukui-wallpapers")
-"""Packages of Debian 12 with pictures."""
+"""Debian 12 packages that contain pictures."""
 
 SIDE, LARGEST, HELD_OUT = 560, 2240, 6
-"""Pixels of a square, most pixels of the shorter side of a picture, and one of how many pictures is held out."""
+"""Side of a square and largest shorter side of a picture, in pixels. One of ``HELD_OUT`` pictures is held out."""
 
 LEAST_CONTRAST = 20.0
-"""Least standard deviation of the brightness of a square, out of 255."""
+"""Smallest standard deviation of a square's brightness, which ranges from 0 to 255."""
 
 
 def pictures(tree: Path) -> list[Path]:
-    """Return one file for each different picture of at least one megapixel, in the order of a hash of the content."""
+    """Return one file for each distinct picture with sides of at least 1,120 pixels, in the order of a hash of the content."""
     files = [path for path in tree.rglob("*") if path.suffix in (".jpg", ".png", ".webp") and path.is_file()]
     by_content: dict[bytes, Path] = {}
     for file in sorted(files):
         picture = decode_file(file)
         if min(picture.size) < 2 * SIDE:
             continue
-        # the same for one picture in several sizes
+        # equal for copies of a picture in several sizes
         small = np.asarray(picture.convert("L").resize((16, 16)), dtype=int) // 32
         by_content.setdefault(hashlib.sha256(small.tobytes()).digest(), file)
     return [by_content[key] for key in sorted(by_content)]
 
 
 def squares(file: Path) -> list[Image.Image]:
-    """Cut a picture into squares, without those of little contrast."""
+    """Cut a picture into squares, and return those with enough contrast."""
     picture = decode_file(file)
     scale = min(1.0, LARGEST / min(picture.size))
     picture = picture.resize((round(picture.width * scale), round(picture.height * scale)), Image.Resampling.LANCZOS)
@@ -58,10 +58,10 @@ def squares(file: Path) -> list[Image.Image]:
 
 
 def main() -> None:
-    """Write the squares."""
+    """Write the squares of all pictures to a folder, divided into training and held-out data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--tree", type=Path, help="folder with the unpacked packages; fetched if not given")
+    parser.add_argument("--tree", type=Path, help="folder with unpacked packages (default: download and unpack them)")
     options = parser.parse_args()
     counts = {"train": 0, "val": 0}
     with tempfile.TemporaryDirectory() as folder:

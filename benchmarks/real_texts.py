@@ -1,9 +1,9 @@
-"""Texts to linearize pretrained models with: documentation of Python, Debian and Git, from packages of Debian.
+"""Texts for linearizing pretrained models: documentation of Python, Debian and Git from Debian packages.
 
     lightning bench real_texts --out texts
 
 The packages are fetched by ``apt-get download`` and unpacked into a temporary folder; nothing is installed. ``--tree`` names a
-folder in which they are unpacked already. Six files are written, each with one JSON object ``{"text": ...}`` in a line:
+folder with packages that are already unpacked. Six files are written, each with one JSON object ``{"text": ...}`` in a line:
 ``documents-train.jsonl`` and ``documents-val.jsonl`` with complete documents, for language models, and for text encoders
 ``passages-*.jsonl`` with paragraphs of the same documents, and ``sections-*.jsonl`` with the documents cut into pieces. Every
 eighth document is held out, in the order of a hash of its path, so no paragraph of a held-out document is trained on.
@@ -33,24 +33,24 @@ PACKAGES = (
     "debian-faq",
     "git-doc",
 )
-"""Packages of Debian 12 whose documentation is used."""
+"""Debian 12 packages that contain the documentation."""
 
 HELD_OUT = 8
-"""One of this many documents is held out."""
+"""One of ``HELD_OUT`` documents is held out."""
 
 SHORTEST_DOCUMENT, SHORTEST_PASSAGE, SECTION = 1500, 100, 2500
-"""Least characters of a document and of a passage, and characters of a section, which are more than 512 tokens."""
+"""Smallest number of characters of a document and of a passage, and number of characters of a section (over 512 tokens)."""
 
 MARKUP = re.compile(r"^(\.\.|>>>|\$|[-=+|*~#])|\t| {3}")
-"""Paragraphs that are tables, code or directives, which are left out of the passages."""
+"""Pattern of paragraphs that are tables, code or directives, which are left out of the passages."""
 
 
 def unpack(tree: Path, packages: Sequence[str]) -> None:
-    """Fetch packages of Debian and unpack them into the folder ``tree``.
+    """Download Debian packages, and unpack them into the folder ``tree``.
 
     Raises:
         FileNotFoundError: if the machine has no ``apt-get`` or ``dpkg``.
-        subprocess.CalledProcessError: if a package cannot be fetched.
+        subprocess.CalledProcessError: if a package cannot be downloaded or unpacked.
     """
     subprocess.run(["apt-get", "download", *packages], cwd=tree, check=True)
     for package in sorted(tree.glob("*.deb")):
@@ -58,7 +58,7 @@ def unpack(tree: Path, packages: Sequence[str]) -> None:
 
 
 def documents(tree: Path) -> Iterator[tuple[str, str]]:
-    """Yield path and text of each document of the unpacked packages, in the order of the paths."""
+    """Yield the path and the text of each document in the folder ``tree``, in the order of the paths."""
     files = sorted(path for path in tree.rglob("*") if path.is_file() and not path.is_symlink())
     for file in files:
         name = file.relative_to(tree).as_posix()
@@ -71,23 +71,23 @@ def documents(tree: Path) -> Iterator[tuple[str, str]]:
 
 
 def passages(text: str) -> list[str]:
-    """Return the paragraphs of prose of a document, with white space and markup of roles and literals removed."""
+    """Return the prose paragraphs of a document on one line each, without the markup of roles and literals."""
     paragraphs = [part for part in text.split("\n\n") if not MARKUP.search(part.strip("\n"))]
     plain = [re.sub(r":[\w:]+:`[~!]?([^`<]*?)( <[^>]*>)?`", r"\1", part).replace("``", "") for part in paragraphs]
     return [short for part in plain if len(short := re.sub(r"\s+", " ", part).strip()) >= SHORTEST_PASSAGE]
 
 
 def sections(text: str) -> list[str]:
-    """Cut a document into sections of :data:`SECTION` characters, with one space in place of each stretch of white space."""
+    """Cut a document into sections of :data:`SECTION` characters, with each run of white space replaced by one space."""
     plain = " ".join(text.split())
     return [plain[start : start + SECTION] for start in range(0, len(plain) - SECTION + 1, SECTION)]
 
 
 def main() -> None:
-    """Write the texts."""
+    """Write documents, passages and sections to a folder, divided into training and held-out texts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--tree", type=Path, help="folder with the unpacked packages; fetched if not given")
+    parser.add_argument("--tree", type=Path, help="folder with unpacked packages (default: download and unpack them)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         tree = options.tree or Path(folder)
@@ -101,7 +101,7 @@ def main() -> None:
     train = [text for number, (_, text) in enumerate(ordered) if number % HELD_OUT]
     held_out_passages: set[str] = set()
     for stage, texts in (("val", held_out), ("train", train)):
-        # boilerplate of held-out documents is not trained on
+        # passages of held-out documents are left out of the training data; boilerplate would repeat
         short = list(dict.fromkeys(part for text in texts for part in passages(text) if part not in held_out_passages))
         long = [section for text in texts for section in sections(text)]
         held_out_passages.update(short)

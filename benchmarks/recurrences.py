@@ -90,7 +90,15 @@ def error(actual: Tensor, want: Tensor) -> float:
 
 
 def measure(name: str, ours: Call, theirs: Call, inputs: list[Tensor], seconds: float) -> dict[str, Any]:
-    """Measure a recurrence: the errors of outputs and gradients on 512 tokens, and the times on all tokens."""
+    """Measure a recurrence: the errors of outputs and gradients on 512 tokens, and the times on all tokens.
+
+    Args:
+        name: name of the recurrence.
+        ours: our function.
+        theirs: function of flash-linear-attention.
+        inputs: arguments of both functions.
+        seconds: approximate duration of each measurement in seconds.
+    """
     short = [x[:, :512].clone().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in short]
     expected, out = definition(name, *exact), ours(*short)

@@ -25,7 +25,7 @@ from lightning_mhla.system.files import write_whole
 
 
 class LayerShape(NamedTuple):
-    """Sizes of an attention layer. ``terms`` is the number of terms of exponential mixing; None for dense mixing."""
+    """Name and sizes of an attention layer. ``terms`` is the number of exponential mixing terms; None for dense mixing."""
 
     name: str
     batch: int

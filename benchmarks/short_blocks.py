@@ -65,7 +65,16 @@ def times(call: Callable[..., Tensor], leaves: list[Tensor], runs: int, seconds:
 def measure(
     tokens: list[int], forms: list[str], runs: int, seconds: float, device: torch.device, console: Console
 ) -> list[dict[str, Any]]:
-    """Measure linear attention at each length, and MHLA at each length, block size, direction and form."""
+    """Measure linear attention at each length, and MHLA at each length, block size, direction and form.
+
+    Args:
+        tokens: numbers of tokens.
+        forms: forms of the operator.
+        runs: number of runs of each case.
+        seconds: duration of a run in seconds.
+        device: device of the tensors.
+        console: console for the progress bar.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows = []
     cases = [(n, causal, block) for n in tokens for causal in (True, False) for block in (0, *BLOCKS)]

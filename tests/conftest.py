@@ -21,7 +21,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 
-torch.set_num_threads(1)  # the workers would compete for the cores; and sums are equal to those of child processes
+torch.set_num_threads(1)  # workers would compete for cores, and sums must equal those of child processes
 for name, start in {"HF_HOME": "hugging-face-", "MHLA_CACHE": "mhla-"}.items():
     if name not in os.environ:  # workers inherit it from the process that starts them
         os.environ[name] = tempfile.mkdtemp(prefix=start)
@@ -40,7 +40,7 @@ if not torch.cuda.is_available() and find_spec("triton"):
     def call_helper(self: Any, *arguments: Any, **options: Any) -> Any:
         """Call a helper of a kernel as the interpreter does, but patch triton.language only once per launch.
 
-        This takes a third of the time.
+        Interpreted kernels then take a third of the time.
         """
         if self.fn not in patched:
             patched.add(self.fn)
@@ -210,7 +210,7 @@ LONG = (
 
 @cache
 def _with_processes(path: Path) -> set[str]:
-    """Return the names of the functions in a test file that start processes, directly or by other functions in the file."""
+    """Return the names of the functions in a test file that start processes, directly or through other functions in it."""
     functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
     names = {
         function.name: {
@@ -228,7 +228,7 @@ def _with_processes(path: Path) -> set[str]:
 
 
 def pytest_make_parametrize_id(val: object) -> str | None:
-    """Keep bytes out of the names of tests. Compressed data contain the time, but all workers must find the same names."""
+    """Keep bytes out of the names of tests. Compressed data contains the time, but all workers must use the same names."""
     return "bytes" if isinstance(val, bytes) else None
 
 
@@ -275,14 +275,14 @@ def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def cache_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Value of XDG_CACHE_HOME for this run of the tests. Its workers tokenize the standard library once per vocabulary."""
+    """Value of XDG_CACHE_HOME for this test run. Its workers tokenize the standard library only once per vocabulary."""
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "cache-home"
 
 
 @pytest.fixture(scope="session")
 def cache_dir(cache_home: Path) -> Path:
-    """Value of ``cache_dir`` of data modules for this run of the tests."""
+    """Value of the option ``cache_dir`` of data modules for this test run."""
     return cache_home / "lightning-mhla"
 
 

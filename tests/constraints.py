@@ -1,7 +1,8 @@
 """Print the installed versions of the packages that the project requires, in the format of pip's ``--constraint``.
 
-Their own dependencies are left to pip, because a single version that is withdrawn from an index would make all others unusable.
-Torch and packages built for it (torchvision, triton) are omitted, because their versions depend on the machine.
+Pip chooses the versions of their dependencies: if these were listed as well, one version that an index has withdrawn would make
+all others unusable. Torch and packages built for it (torchvision, triton) are omitted, because their versions depend on the
+machine.
 """
 
 from __future__ import annotations

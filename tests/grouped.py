@@ -16,7 +16,7 @@ GROUPS = {"shape": (VisionShape, DiTShape, DecoderShape), "training": (TrainingO
 
 
 def grouped(base: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-    """Put options of the shape and the training into their groups, over those of ``base``."""
+    """Add options to a copy of ``base``, in which those of the shape and of the training are in groups."""
     result = dict(base or {})
     for name, value in options.items():
         group = next(

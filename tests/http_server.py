@@ -32,7 +32,7 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
     def handle_error(self, *_: Any) -> None:
-        """Do not report clients that have closed their connection."""
+        """Ignore errors in the handling of a request, such as a connection that the client has closed."""
 
 
 class _Handler(SimpleHTTPRequestHandler):
@@ -82,7 +82,7 @@ def served(folder: Path, drop_every: int | None = None, ranges: bool = True) -> 
 
     Args:
         folder: folder of the files.
-        drop_every: n if the server closes the connection of every n-th request halfway through the answer; None for never.
+        drop_every: number n, to close the connection of every n-th request halfway through the answer; None for never.
         ranges: whether the server supports requests for parts of files.
     """
     with Server(folder, drop_every, ranges) as server:

@@ -5,7 +5,7 @@
     python tests/mutate.py --report        results so far
 
 A mutation names a file, a text that occurs there once, its replacement, the consequence for a user, and the tests that have to
-notice it. They run in a copy of the tree. The mutation counts as noticed if a test fails, as broken if the tests cannot run.
+notice it. They run in a copy of the tree. A mutation counts as noticed if a test fails, as broken if the tests cannot run.
 Results are stored in .mutations/ under a hash of everything that they depend on, so a stopped run resumes.
 """
 
@@ -105,8 +105,8 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ids", nargs="*", help="mutations to run (default: all)")
-    parser.add_argument("--jobs", type=int, default=2, help="at once (default: 2)")
-    parser.add_argument("--report", action="store_true", help="only show what is known")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutations to test at a time (default: 2)")
+    parser.add_argument("--report", action="store_true", help="only show the results so far")
     args = parser.parse_args()
     mutations = [m for m in read_mutations() if not args.ids or m["id"] in args.ids]
     if args.report:

@@ -1,13 +1,13 @@
 """Mutation testing by random mutants: how many small changes of the product do the tests notice?
 
-    python tests/random_mutants.py record               run the tests that make test runs, and record which of them run which line
+    python tests/random_mutants.py record               run the tests of `make test`, and record which lines each test runs
     python tests/random_mutants.py run --count 150      draw mutants and run the tests that execute the changed lines
     python tests/random_mutants.py report               score by area, and the mutants that nothing noticed
 
 A mutant changes one expression or statement of the product: a comparison, a number, a sign, a Boolean, the value that a
 function returns, or a call whose result is not used. The draw depends only on the seed and on the code. Each mutant runs in a
 copy of the tree with the tests that execute its line, the fastest first, until one fails. ``record`` needs the package
-coverage. Results lie in .mutations/random, so that a stopped run resumes.
+coverage. Results are stored in .mutations/random, so that a stopped run resumes.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Mutant:
 
 
 def mutants_of(file: str) -> Iterator[Mutant]:
-    """All mutants of a file, in the order of the syntax tree."""
+    """Yield all mutants of a file, in the order of the syntax tree."""
     source = (ROOT / file).read_text()
     starts = [0]
     for text in source.splitlines(keepends=True):
@@ -144,12 +144,12 @@ def mutants_of(file: str) -> Iterator[Mutant]:
 
 
 def _is_falsy(node: ast.expr | None) -> bool:
-    """Whether a returned value is None or False, which callers rarely tell apart."""
+    """Return whether a returned value is None or False, which callers rarely tell apart."""
     return node is None or (isinstance(node, ast.Constant) and not node.value)
 
 
 def _children(node: ast.AST) -> Iterator[ast.AST]:
-    """Child nodes that are run and can matter: not annotations, message texts, f-strings or ``if TYPE_CHECKING``."""
+    """Yield the child nodes that can matter at run time: no annotations, messages, f-strings or ``if TYPE_CHECKING``."""
     if isinstance(node, ast.Call):
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         if name in MESSAGES:
@@ -167,14 +167,14 @@ def _children(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def draw(count: int, seed: int) -> list[Mutant]:
-    """Draw ``count`` mutants, every one of the product with the same probability."""
+    """Draw ``count`` mutants. Every mutant of the product has the same probability."""
     files = sorted(str(path.relative_to(ROOT)) for area in AREAS for path in (ROOT / area).rglob("*.py"))
     every = [mutant for file in files for mutant in mutants_of(file)]
     return random.Random(seed).sample(every, count)
 
 
 class Recording:
-    """The tests that execute each line, and how long each takes."""
+    """Record of the tests that execute each line, and of the duration of each test."""
 
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
@@ -186,7 +186,7 @@ class Recording:
         self._base = sqlite3.connect(folder / "coverage.sqlite", check_same_thread=False)
 
     def tests_of(self, mutant: Mutant, lines: range) -> list[str]:
-        """Names of the tests that execute one of ``lines`` of the mutant's file, the fastest first."""
+        """Return the names of the tests that execute one of the ``lines`` of the mutant's file, the fastest first."""
         rows = self._base.execute(
             "select context.context, line_bits.numbits from line_bits join context on context.id = line_bits.context_id "
             "join file on file.id = line_bits.file_id where file.path like ?",
@@ -200,10 +200,10 @@ class Recording:
 
 
 def _lines_of(mutant: Mutant) -> range:
-    """Lines whose execution shows the mutant: its statement, or a larger part for what Python evaluates only once.
+    """Return the lines whose execution can show the mutant: its statement, or more if Python evaluates it only once.
 
-    A default value is evaluated when its function is defined, so the function stands for it. A constant of a module or a class
-    is evaluated on import, so the complete file stands for it.
+    A default value is evaluated when its function is defined, so the lines of the function are returned. A constant of a module
+    or a class is evaluated on import, so all lines of the file are returned.
     """
     source = (ROOT / mutant.file).read_text()
     within: list[ast.stmt] = [
@@ -274,7 +274,7 @@ def run(mutant: Mutant, recording: Recording, server: ForkServer) -> dict[str, A
 
 
 def record() -> int:
-    """Run the tests under coverage; write junit.xml and coverage.sqlite."""
+    """Run the tests under coverage, write junit.xml and coverage.sqlite, and return the exit status."""
     PLACE.mkdir(parents=True, exist_ok=True)
     settings = PLACE / "coverage.ini"
     sources = "\n".join(f"    {ROOT / area}" for area in AREAS)
@@ -301,7 +301,7 @@ def record() -> int:
 
 
 def report(results: list[dict[str, Any]]) -> int:
-    """Print the score of each area and the mutants that nothing noticed; status 1 below nine in ten."""
+    """Print the score of each area and the mutants that no test noticed. Return 1 if fewer than 90% were noticed, else 0."""
     areas: dict[str, Counter[str]] = defaultdict(Counter)
     for result in results:
         areas[result["area"]][result["outcome"]] += 1
@@ -319,12 +319,12 @@ def report(results: list[dict[str, Any]]) -> int:
 
 
 def main() -> int:
-    """Command line; ``run`` and ``report`` exit with status 1 where less than nine in ten are noticed."""
+    """Run the command line, and return the exit status: 1 for ``run`` and ``report`` if fewer than 90% are noticed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("record", "run", "report"))
     parser.add_argument("--count", type=int, default=150, help="number of mutants (default: 150)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default: 0)")
-    parser.add_argument("--jobs", type=int, default=2, help="mutants at a time (default: 2)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of mutants to test at a time (default: 2)")
     args = parser.parse_args()
     if args.command == "record":
         return record()

@@ -1,4 +1,4 @@
-"""Plugin of pytest that records the lines that each test executes, here and in the processes that tests start.
+"""Pytest plugin that records the lines that each test executes, in its own process and in those that it starts.
 
 ``tests/random_mutants.py record`` uses it. The variable ``RECORD_COVERAGE`` names a configuration file of the package coverage,
 which takes the name of the test from ``PYTEST_CURRENT_TEST``.
@@ -17,7 +17,7 @@ _recording: list[coverage.Coverage] = []
 
 
 def pytest_configure() -> None:
-    """Start recording in a worker of pytest-xdist, and make child processes record, too."""
+    """Start recording in a worker of pytest-xdist and in its child processes."""
     if _SETTINGS and "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["PYTEST_CURRENT_TEST"] = "import"
         _recording.append(coverage.Coverage(config_file=_SETTINGS))
@@ -27,7 +27,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Assign the lines that are executed from now on to a test."""
+    """Assign the lines that are executed during a test to it."""
     for recording in _recording:
         recording.switch_context(item.nodeid)
     yield

@@ -23,10 +23,10 @@ PROSE = ast.Constant("prose")
 
 
 class WithoutProse(ast.NodeTransformer):
-    """Syntax tree transformer that removes docstrings, replaces messages by the values in them, and numbers local variables."""
+    """Syntax tree transformer that removes docstrings, reduces messages to their values, and numbers local variables."""
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
-        """Remove statements that consist of a text: docstrings of modules, classes, functions and constants."""
+        """Remove statements that are string literals: docstrings of modules, classes, functions and constants."""
         super().generic_visit(node)
         for block in ("body", "orelse", "finalbody"):
             statements = getattr(node, block, None)
@@ -35,7 +35,7 @@ class WithoutProse(ast.NodeTransformer):
         return node
 
     def visit_Raise(self, node: ast.Raise) -> ast.AST:
-        """Replace the message of an exception by the values in it."""
+        """Replace the message of an exception with the values in it."""
         if isinstance(node.exc, ast.Call):
             node.exc.args = [_without_text(argument) for argument in node.exc.args]
         return self.generic_visit(node)
@@ -46,7 +46,7 @@ class WithoutProse(ast.NodeTransformer):
         return self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """Replace messages among the arguments of a call by the values in them."""
+        """Replace messages among the arguments of a call with the values in them."""
         name = getattr(node.func, "attr", None) or getattr(node.func, "id", None)
         if name in MESSAGE_CALLS:
             first = node.args[:1] if name == "add_argument" else []  # the name of an option is not a message
@@ -77,7 +77,7 @@ def _is_text(node: ast.AST) -> bool:
 
 
 def _without_text(node: ast.expr) -> ast.expr:
-    """Replace a message by the values in it, sorted. An expression that is not a text stays unchanged."""
+    """Replace a message with the values in it, sorted. Expressions other than strings stay unchanged."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return PROSE
     if isinstance(node, ast.JoinedStr):

@@ -37,7 +37,12 @@ Make = Callable[..., SlurmJob]
 
 
 def signals(cluster: Cluster, make: Make) -> SlurmJob:
-    """Train a job and send it 20 signals, alternately USR1 to the batch script, as SLURM does, and TERM to one process."""
+    """Train a job and send it 20 signals, alternately USR1 to the batch script, as SLURM does, and TERM to one process.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+    """
     job = make()
     for number in range(1, 21):
         job.wait_for_start(number, steps=10)
@@ -52,6 +57,10 @@ def time_limit(cluster: Cluster, make: Make) -> SlurmJob:
     """Train a job with a time limit of two minutes, which SLURM announces by a signal 30 to 90 s earlier.
 
     The limit is removed when the run has resumed.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
     """
     job = make(time=2, signal="B:USR1@30", pace=0.12)
     job.wait_for_start(1)
@@ -79,7 +88,12 @@ def preempted(cluster: Cluster, make: Make, warned: bool) -> SlurmJob:
 
 
 def requeued(cluster: Cluster, make: Make) -> SlurmJob:
-    """Train a job and put it back into the queue by ``scontrol requeue``."""
+    """Train a job and put it back into the queue by ``scontrol requeue``.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+    """
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.requeue(job.number)
@@ -87,7 +101,13 @@ def requeued(cluster: Cluster, make: Make) -> SlurmJob:
 
 
 def killed_rank(cluster: Cluster, make: Make, rank: int) -> SlurmJob:
-    """Train a job and kill the process of one rank by SIGKILL."""
+    """Train a job and kill the process of one rank by SIGKILL.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+        rank: rank of the process to kill.
+    """
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_rank(job.number, rank)
@@ -95,7 +115,13 @@ def killed_rank(cluster: Cluster, make: Make, rank: int) -> SlurmJob:
 
 
 def dead_node(cluster: Cluster, make: Make, node: int) -> SlurmJob:
-    """Train a job, kill a node's slurmd and all processes that it started, and restart the node after a second."""
+    """Train a job, kill a node's slurmd and all processes that it started, and restart the node after a second.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+        node: index of the node, 0 or 1.
+    """
     job = make()
     job.wait_for_start(1, steps=40)
     cluster.kill_node(cluster.nodes[node])
@@ -105,7 +131,12 @@ def dead_node(cluster: Cluster, make: Make, node: int) -> SlurmJob:
 
 
 def dead_slurmd(cluster: Cluster, make: Make) -> SlurmJob:
-    """Train a job, and kill and restart the slurmd of one node while the job runs."""
+    """Train a job, and kill and restart the slurmd of one node while the job runs.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+    """
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_slurmd(cluster.nodes[1])
@@ -115,7 +146,12 @@ def dead_slurmd(cluster: Cluster, make: Make) -> SlurmJob:
 
 
 def dead_controller(cluster: Cluster, make: Make) -> SlurmJob:
-    """Train a job, and kill and restart slurmctld twice: while the job runs, and while it asks to be requeued."""
+    """Train a job, and kill and restart slurmctld twice: while the job runs, and while it asks to be requeued.
+
+    Args:
+        cluster: cluster that runs the job.
+        make: function that submits a training job.
+    """
     job = make()
     job.wait_for_start(1, steps=20)
     cluster.kill_controller()

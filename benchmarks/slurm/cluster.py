@@ -99,7 +99,7 @@ class Cluster:
         installation: paths of SLURM's programs.
         cpus: number of CPUs of each node.
         gpus: number of GPUs of each node, at most two. SLURM assigns them to jobs, but they are not real GPUs.
-        grace_time: seconds between the signal and the end of a preempted job.
+        grace_time: seconds between the signal to a preempted job and its end.
         lost_node_after: seconds without an answer after which a node is lost (SlurmdTimeout).
 
     Raises:

@@ -113,8 +113,8 @@ def mhla_attention(
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
             several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
             ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. Cross-attention has no
-            spanning form. If N is symbolic under
-            ``torch.export``, ``"auto"`` means ``"chunked"``, and exponential mixing is applied as a matrix.
+            spanning form. If N is symbolic under ``torch.export``, ``"auto"`` means ``"chunked"``, and exponential mixing is
+            applied as a matrix.
         backend: ``"torch"``, ``"triton"`` (fused kernels, for float32 and bfloat16 on a GPU, widths up to 256; on a CPU in
             Triton's interpreter, with ``TRITON_INTERPRET=1``), or ``"auto"``: Triton wherever it can run on a GPU.
 

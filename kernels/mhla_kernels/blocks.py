@@ -47,14 +47,14 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
     The cache saves time because every layer needs the same tables at every step.
 
     Each CUDA stream has cached tables of its own, because one stream could read a table before another stream has written it.
-    During the capture of a CUDA graph, a cached table of any stream is used, since all earlier work is finished when capture
-    starts. Such a table stays cached for the life of the process, because the graph reads its memory. While torch traces, the
-    cache is not used.
+    During the capture of a CUDA graph, a table that any stream has cached is used, because all earlier work is finished when
+    capture starts. Such a table stays cached for the life of the process, because the graph reads its memory. While torch
+    traces, the cache is not used.
 
     Args:
         make: function that makes the table, which must depend on nothing but ``device`` and ``sizes``.
         device: device of the table.
-        sizes: further arguments of ``make``, which must be hashable.
+        sizes: remaining arguments of ``make``; they must be hashable.
 
     Returns:
         The table. Callers share it and must not change it.
@@ -81,15 +81,15 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
 
 PRIMES = (7, 11, 13)
-"""Divisors that distinguish open sizes from numbers. An open multiple of all three (1001 blocks, say) looks like a number."""
+"""Divisors that tell symbolic sizes from numbers. A symbolic multiple of all three, such as 1001, looks like a number."""
 
 
 def is_dynamic(size: int) -> bool:
     """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that code must not branch on its value."""
     if isinstance(size, torch.SymInt):
         return True
-    # Dynamo shows open sizes as plain integers. All remainders are known only for a plain number. The remainder of an open size
-    # is known if the size is known to be a multiple of the divisor (11 blocks of open size), so one divisor is not enough.
+    # Dynamo shows symbolic sizes as plain integers. Only a plain number has a provable remainder for every divisor. A symbolic
+    # size has one for some divisors (11 blocks of symbolic size are a multiple of 11), so one divisor is not enough.
     return torch.compiler.is_compiling() and any(
         not any(surely_equal(size % prime, remainder) for remainder in range(prime)) for prime in PRIMES
     )
@@ -133,7 +133,7 @@ def count_blocks(tokens: int, block_size: int) -> int:
     if not is_dynamic(tokens):
         return divide_up(tokens, block_size)
     if not isinstance(tokens, torch.SymInt) and surely_equal(tokens % block_size, 0):
-        return tokens // block_size  # for example an image of open size with a known number of blocks
+        return tokens // block_size  # such as an image of symbolic size with a fixed number of blocks
     return tokens // block_size + 2
 
 
@@ -225,7 +225,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Number of each token's block, ``[N]`` int64, that increases from block to block and from sequence to sequence."""
+        """Number for each token's block, ``[N]`` int64, which increases from block to block and from sequence to sequence."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 

@@ -97,7 +97,7 @@ def check_weighting(
 
     Args:
         q: queries, ``[B, N, H, Dk]``, whose width gives the default scale.
-        causal: tokens that a token attends to, as in :func:`mhla_kernels.mhla_attention`.
+        causal: False, True or ``"block"``, as in :func:`mhla_kernels.mhla_attention`.
         normalize: whether each row of weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None for the default.
         eps: number that is added to the sum of a row of weights.
@@ -124,7 +124,7 @@ def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
         name: name of the mask, for the error message.
         mask: mask to check.
         tokens: tokens that it masks, ``[B, N, H, D]``.
-        letter: letter for the number of tokens, for the error message.
+        letter: letter that stands for the number of tokens in the error message.
 
     Raises:
         ValueError: if the mask is not bool, or is not ``[B, N]``.
@@ -260,7 +260,7 @@ def check_one_device(device: torch.device, tensors: dict[str, Tensor | None]) ->
 
     Args:
         device: device of q.
-        tensors: other tensors by name, for the error message.
+        tensors: tensors to check, by the names that the error message uses.
 
     Raises:
         ValueError: if a tensor is on a different device; the message names both devices.
@@ -396,7 +396,7 @@ def check_packed(
 ) -> TokenLayout:
     """Check the bounds of packed sequences, and return the layout with these bounds.
 
-    Bounds on an accelerator, or that torch traces, are checked by the device.
+    Bounds that are on an accelerator, or that torch traces, are checked later, by the device itself.
 
     Args:
         layout: layout of the tokens, in blocks of equal size.
@@ -404,8 +404,8 @@ def check_packed(
         batch: number of batch rows.
         size: number of blocks that the mixing covers; None for any number.
         may_be_shorter: whether a sequence may have fewer blocks than the mixing covers.
-        check_sequence: function that raises ValueError unless the mixing covers a sequence of a number of tokens. It is called
-            for each non-empty sequence whose bounds can be read.
+        check_sequence: function that takes a number of tokens, and raises ValueError unless the mixing covers a sequence of
+            this length. It is called for each non-empty sequence whose bounds can be read.
         name: name of the argument, for the error message.
 
     Raises:

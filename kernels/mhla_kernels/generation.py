@@ -66,7 +66,8 @@ def mhla_prefill(
             the last of the new tokens.
         block_size: tokens in a block.
         causal: True, or ``"block"`` if a token attends to all tokens of its own block and of all blocks before it. The new
-            tokens of a row then are complete blocks. The last block may be shorter, but no call can continue the row after it.
+            tokens of a row must then be complete blocks. The last block may be shorter, but no call can continue the row after
+            it.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding. Reading a tensor on an accelerator waits for the device.
         state: state that the last call of this function or of :func:`mhla_step` returned; None at the start. It is not changed.
@@ -74,8 +75,9 @@ def mhla_prefill(
         scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
-        form: algorithm of the first call (``state`` None), as for :func:`mhla_attention`; later calls ignore it.
-        backend: ``"torch"``, ``"triton"`` or ``"auto"`` for the first call (``state`` None); later calls run in PyTorch.
+        form: algorithm of the first call, in which ``state`` is None, as for :func:`mhla_attention`; later calls ignore it.
+        backend: ``"torch"``, ``"triton"`` or ``"auto"`` for the first call, in which ``state`` is None; later calls run in
+            PyTorch.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
@@ -107,7 +109,7 @@ def mhla_prefill(
     with without_autocast(q.device.type):
         prepared = prepare(problem._replace(k=k, v=v))
         mapped, mixing = prepared[:3], prepared.mixing
-        if state is None:  # an ordinary pass, which the fused kernels can run
+        if state is None:  # an ordinary attention call, which the fused kernels can run
             out = mhla_attention(
                 q, k, v, mixing, block_size=block_size, causal=causal, normalize=normalize, scale=scale, eps=eps,
                 feature_map=feature_map, key_mask=mask, form=form, backend=backend,
@@ -162,8 +164,9 @@ def mhla_step(
         block_size: tokens in a block.
         causal: True, or ``"block"`` if a token attends to all tokens of its own block and of all blocks before it. The block of
             a step may have fewer than ``block_size`` tokens, but no call can continue the state after it.
-        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards. By default,
-            the sums of the current block are copied at every token, and those of all finished blocks whenever a block begins.
+        donate_state: whether the new state may reuse the memory of ``state``, which the caller must then no longer use. By
+            default, the sums of the current block are copied at every token, and those of all finished blocks whenever a block
+            begins.
         normalize: whether each row of attention weights is divided by its sum.
         scale: factor on the output, only without ``normalize``; None means ``K ** -0.5``.
         eps: positive number that is added to the sum of a row of weights before the division.
@@ -265,7 +268,7 @@ def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
     """Check that ``q``, ``k`` and ``v`` have four axes and the tokens of one block, as a block-causal step requires.
 
     Raises:
-        ValueError: if one of them does not, or if there are no tokens or more than ``block_size``.
+        ValueError: if one of them does not have four axes, or if there are no tokens or more than ``block_size``.
     """
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not 1 <= q.shape[1] <= block_size:
@@ -283,7 +286,7 @@ def check_complete(state: BlockState, counts: Sequence[int]) -> None:
         counts: number of new tokens in each row.
 
     Raises:
-        ValueError: if such a row ends with a shorter block, whose tokens cannot attend to the new ones any more.
+        ValueError: if such a row ends with a shorter block, whose tokens can no longer attend to the new ones.
     """
     size = state.kind.block_size
     if not state.kind.block_causal:

@@ -27,7 +27,7 @@ MOST_GRADIENT = 0.5
 LARGEST = 0.47
 """Exponent e: flash attention takes queries and keys up to ``max ** e`` (1e18 in float32), whose products do not overflow."""
 FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
-"""Fewest queries in a block for which flash attention pays, without and with a backward pass.
+"""Smallest numbers of queries in a block for which flash attention is used, without and with a backward pass.
 
 On one thread of an AMD EPYC (torch 2.14.1), blocks of 32, 66 and 128 queries are faster without a backward pass; with one,
 blocks of 32 are slower, and blocks of 66 faster.
@@ -102,8 +102,9 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
     """
     if not _suits_flash(q, near, far):
         return combine_scores(q, near, far)
-    # A masked score that overflows would make its row NaN, since flash attention adds the mask. Rows that see such a key are
-    # taken from the exact computation, and no others, because later tokens must not change a bit of them.
+    # Flash attention adds minus infinity to the scores of masked keys, so a score of plus infinity becomes NaN and spoils its
+    # row. Keys with very large numbers are therefore set to zero. Rows that attend to such a key, or whose query has such
+    # numbers, come from the exact computation. No other rows do, because a later token must not change a bit of them.
     limit = torch.finfo(q.dtype).max ** LARGEST
     if all(_largest(x) <= limit for x in (q, *(tokens.k for tokens in near))):
         return _with_flash(q, near, far)
@@ -118,7 +119,7 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
 
 
 def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
-    """Compute :func:`combine` from the scores of all near tokens.
+    """Compute the result of :func:`combine`, with the same arguments, from the scores of all near tokens.
 
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
@@ -142,13 +143,17 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Ten
 
 
 def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tensor:
-    """Return the factor on the sums over far tokens; it stays finite if these are all zero, or zero times it would be NaN."""
+    """Return the factor on the sums over far tokens, ``exp(log_factor - log_divisor)``.
+
+    Where ``no_far`` is True, the sums are zero. The factor is bounded there, because zero times infinity would be NaN. All
+    tensors are ``[..., C, 1]``.
+    """
     bound = torch.where(no_far, MOST_GRADIENT * math.log(torch.finfo(log_factor.dtype).max), torch.inf)
     return torch.minimum(log_factor - log_divisor, bound).exp()
 
 
 def _suits_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> bool:
-    """Return whether torch's flash attention for CPUs can compute the near part: plain tensors, values as wide as keys."""
+    """Return whether torch's flash attention for CPUs can compute the near part, and is likely to be faster."""
     if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
         return False
     tensors = (q, *far, *(x for tokens in near for x in tokens[:2]))
@@ -166,7 +171,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return whether all numbers of each vector are at most ``limit`` in size, ``[..., 1]``; NaN is not."""
+    """Return for vectors ``[..., D]`` whether all absolute values are at most ``limit``, ``[..., 1]`` bool; False for NaN."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
@@ -181,7 +186,8 @@ def _with_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor
 class _Combined(torch.autograd.Function):
     """Autograd function for :func:`combine` with torch's flash attention for CPUs.
 
-    Its tensors are the queries, those of :class:`FarTokens`, a list of masks, and keys and values of each group of near tokens.
+    It takes the queries and the tensors of :class:`FarTokens`. The groups of near tokens are passed as a list of masks, then
+    the keys and the values of each group.
     """
 
     @staticmethod
@@ -197,7 +203,7 @@ class _Combined(torch.autograd.Function):
             groups.append((_unrows(near, q), log_near))
         unseen = log_total == -torch.inf
         log_total = log_total.masked_fill(unseen, 0)
-        # in two steps: sums near the smallest number have a factor that overflows alone
+        # in two steps: if the sums are near the smallest positive number, their factor alone would overflow
         half = _far_factor(log_factor / 2, log_total / 2, no_far)
         out = half * (half * sums[..., :-1])
         for near, log_near in groups:
@@ -211,7 +217,7 @@ class _Combined(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, sums, log_factor, *others = ctx.saved_tensors
         masks, tokens, (out, log_total, unseen) = others[: ctx.groups], others[ctx.groups : -3], others[-3:]
-        if torch.is_grad_enabled():  # derivatives of these gradients are wanted, which torch does not have
+        if torch.is_grad_enabled():  # second derivatives are wanted, which torch has no formula for
             return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, sums, log_factor), masks, tokens)
         with without_autocast(q.device.type):
             gradient = gradient.masked_fill(unseen, 0)
@@ -225,7 +231,7 @@ class _Combined(torch.autograd.Function):
                 of_q += _unrows(parts[0], q)
                 of_tokens += [_unrows(x, q) for x in parts[1:]]
             factor = _far_factor(log_factor, log_total, sums[..., -1:] <= 0).masked_fill(unseen, 0)
-            # the last sum is that of the weights, which divides all
+            # the last column is the sum of the weights, which divides all others
             of_sums = factor * torch.cat([gradient, -(gradient * out).sum(-1, keepdim=True)], -1)
             of_factor = (of_sums * sums).sum(-1, keepdim=True)
         return (of_q, of_sums, of_factor, None, *of_tokens)
@@ -238,7 +244,18 @@ def _gradients_of_scores(
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of :func:`combine_scores` for the arguments of :class:`_Combined`; they can be differentiated."""
+    """Compute the gradients of :class:`_Combined` from :func:`combine_scores`, so that they can be differentiated again.
+
+    Args:
+        needed: for each argument of :class:`_Combined`, whether its gradient is wanted.
+        gradient: gradient of the outputs.
+        inputs: queries, and the tensors of :class:`FarTokens`.
+        masks: mask of each group of near tokens.
+        tokens: keys and values of each group of near tokens, alternating.
+
+    Returns:
+        A gradient for each argument of :class:`_Combined`; None if it is not wanted.
+    """
     q, sums, log_factor = inputs
     near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
     out = combine_scores(q, near, FarTokens(sums, log_factor))
@@ -260,6 +277,14 @@ def _unrows(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _added(visible: Tensor, q: Tensor) -> Tensor:
-    """Return a mask in the form that flash attention adds to scores, ``[B ..., 1, C or 1, S]``: 0, or minus infinity."""
+    """Convert a bool mask to numbers that flash attention adds to scores: 0 for True, minus infinity for False.
+
+    Args:
+        visible: mask of near tokens, as in :class:`NearTokens`.
+        q: queries, ``[B, H, ..., C, Dk]``, which give the dtype.
+
+    Returns:
+        ``[B ..., 1, C or 1, S]``.
+    """
     visible = visible.expand(q.shape[0], 1, *q.shape[2:-2], *visible.shape[-2:])
     return _rows(q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf))

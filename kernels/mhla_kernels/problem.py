@@ -82,7 +82,22 @@ def prepare(problem: Problem) -> Problem:
 def prepare_tokens(
     q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, query_mask: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeat, convert, map and mask queries, keys and values, as :func:`prepare` describes."""
+    """Prepare queries, keys and values for the PyTorch algorithms.
+
+    Keys and values are repeated for every query head. All three are converted to the dtype in which sums are computed. The
+    feature map is applied, and masked tokens are set to zero.
+
+    Args:
+        q: queries, ``[B, N, H, Dk]``; in cross-attention, ``[B, Nq, H, Dk]``.
+        k: keys, ``[B, N, Hkv, Dk]``; in cross-attention, ``[B, Nk, Hkv, Dk]``.
+        v: values, ``[B, N, Hkv, Dv]``; in cross-attention, ``[B, Nk, Hkv, Dv]``.
+        feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
+        query_mask: bool mask of the queries, False for masked ones, ``[B, N]`` or ``[B, Nq]``; None masks no query.
+        key_mask: the same for keys and values, ``[B, N]`` or ``[B, Nk]``.
+
+    Returns:
+        Queries, keys and values with H heads each, in float32 (float64 if one of the tensors is float64).
+    """
     dtype = dtype_of_sums(q, k, v)
     k, v = repeat_heads(q, k, v)
     q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
@@ -90,7 +105,7 @@ def prepare_tokens(
 
 
 def dtype_of_sums(*tensors: Tensor) -> torch.dtype:
-    """Return the dtype in which sums over tensors are computed: float64 if one of them has it, otherwise float32."""
+    """Return the dtype in which sums over tensors are computed: float64 if one of them is float64, else float32."""
     return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 

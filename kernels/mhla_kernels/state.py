@@ -199,7 +199,7 @@ class BlockState:
 
         Raises:
             ValueError: if a property, size or dtype differs between the state and the call; the message names the difference.
-                Also if the state was passed to a function with ``donate_state=True`` before.
+                Also if the state was already passed to a function with ``donate_state=True``.
         """
         self.check_unspent()
         if len(self.lengths) != batch:
@@ -223,7 +223,7 @@ class BlockState:
         These are all tensors in ``own_names``, except that ``finished`` is left out unless ``owned`` contains it.
 
         Args:
-            owned: names of the tensors that the state before this token owned.
+            owned: names of the tensors that the previous state owned.
         """
         return self.own_names if "finished" in owned else self.own_names[1:]
 
@@ -231,8 +231,8 @@ class BlockState:
         """Return whether results that are computed from this state and from other tensors may be written into existing memory.
 
         The result is False while torch records a graph, if a backward pass may need the values in this memory, under
-        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was made
-        in it.
+        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was created
+        in inference mode.
         """
         if is_traced():
             return False
@@ -255,7 +255,7 @@ class BlockState:
         Args:
             mixing: mixing coefficients between blocks.
             moves: flag for each row, True if the row gets a token.
-            writes: whether existing memory may be written to, see :meth:`may_write`.
+            writes: whether existing memory may be written to (see :meth:`may_write`).
             donated: whether the tensors that this state owns may be written to as well.
 
         Returns:

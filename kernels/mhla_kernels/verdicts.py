@@ -111,6 +111,9 @@ def name_of(device: str) -> str:
     """Return the name of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
 
     The name is a hash of the device, the software versions and the package's source files.
+
+    Args:
+        device: name of the device in torch, such as ``"cuda:0"``.
     """
     return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
 
@@ -138,8 +141,9 @@ def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
             autocast) is active.
     """
     key = device, kind
-    # True even if the kernel was withdrawn since: its operator then computes the PyTorch form. Another path would save other
-    # tensors in a recomputation than in the first pass, which checkpointing of activations rejects.
+    # True even if the kernel was withdrawn later: its operator then falls back to PyTorch inside. Leaving the operator out
+    # would change which tensors are saved for the backward pass, and activation checkpointing rejects a recomputation that
+    # saves different tensors than the first pass.
     if key in _verdicts:
         return _verdicts[key].agrees
     if kind in _withdrawn:
@@ -372,7 +376,7 @@ def _kept(kind: str, device: str) -> Verdict | None:
     if stored := _read(folder / f"{kind}.json"):
         return stored
     ended = _ended_trials(kind, folder)
-    if len(ended) < 2:  # a single one may have been killed for other reasons
+    if len(ended) < 2:  # a single one may have been killed for a different reason
         return None
     return Verdict(False, f"trials of it ended their processes (remove {folder / kind}.*.running to try again)", 0.0)
 
@@ -402,7 +406,7 @@ def _ended_trials(kind: str, folder: Path) -> list[Path]:
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):
         with suppress(OSError), open(open_own(mark)) as stream:
-            # fails while the trial runs; the system releases the lock of a process that ended, however it ended
+            # raises OSError while the trial runs; the system releases the lock when the process ends, even after a crash
             fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
             ended.append(mark)
     return ended

@@ -18,8 +18,6 @@ block. The two sums are combined by their logarithms, so that neither overflows.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
-
-Longer than other modules: both directions share the checks, the blocks, the sinks, and the combination of near and far.
 """
 
 from __future__ import annotations
@@ -33,23 +31,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
-from mhla_kernels.blocks import BlockPartition, TokenLayout, at_most, divide_up, is_dynamic
+from mhla_kernels.blocks import BlockPartition, at_most, divide_up, is_dynamic
 from mhla_kernels.checks import as_index, check_block_size, check_devices, check_features, check_problem
-from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
-from mhla_kernels.forms.parallel import PART
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
-from mhla_kernels.mixing.base import apply_matrix
-from mhla_kernels.near_far import FarTokens, NearTokens, combine, read_mixed
+from mhla_kernels.near_far import NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, nothing, repeat_heads
-from mhla_kernels.torch_private import is_traced
-from mhla_kernels.windowed_pairs import Forms, attend_near, cheapest_forms, near_pairs, weigh_pairs
-
-GATHERED = 2**22
-"""Numbers of keys that are gathered at once for the windows of attention to all tokens: 16 MiB in float32.
-
-On a CPU, larger tensors get new memory in each call, whose first use costs more than copying.
-"""
+from mhla_kernels.windowed_all import attend_all
+from mhla_kernels.windowed_blocks import InBlocks
 
 
 def mhla_window_attention(
@@ -89,7 +78,7 @@ def mhla_window_attention(
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
         mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they are
             those of the blocks of the grid, without the block of sinks.
-        block_size: tokens in a block. Give it or ``block_offsets``.
+        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: index of the first token of each block, followed by N; only without ``causal``.
         causal: whether a token attends only to itself and earlier tokens.
         block_grid: number of blocks along each axis of a grid of blocks in row-major order; None for a sequence of blocks. With
@@ -135,61 +124,14 @@ def mhla_window_attention(
         if causal:
             out = _causal(tokens, real > 0, mixing, problem.layout.partition(q.device), sinks)
         else:
-            out = _bidirectional(tokens, real > 0, mixing, problem.layout, grid, sinks)
+            out = attend_all(tokens, real > 0, mixing, problem.layout, grid, sinks)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
-
-
-class InBlocks(NamedTuple):
-    """Tensors of windowed attention in M blocks of C slots, each of which holds a token or zeros.
-
-    Attributes:
-        q: queries, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``.
-        k: keys, ``[B, H, M, C, Dk]``.
-        v: values, ``[B, H, M, C, V]``.
-        f: features of the queries, ``[B, H, M, C, K]``.
-        g: features of the keys, ``[B, H, M, C, K]``.
-        far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
-        visible: mask of slots with a token that may be attended to, ``[B, M, C]`` bool.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    f: Tensor
-    g: Tensor
-    far: Tensor
-    visible: Tensor
-
-    @classmethod
-    def of(cls, tokens: Sequence[Tensor], real: Tensor, blocks: BlockPartition) -> InBlocks:
-        """Arrange q, k, v, f, g and far, ``[B, N, H, ...]`` each, and the mask of tokens ``[B, N]`` in blocks."""
-        visible = blocks.split(real[..., None, None].to(tokens[0].dtype))[:, 0, ..., 0] > 0
-        q, k, v, f, g, far = map(blocks.split, tokens)
-        return cls(q, k, v, f, g, far, visible)
-
-    def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
-        """Return the tensors with sinks hidden and their features zero, because every query reads sinks separately.
-
-        Args:
-            is_first: mask of the blocks that begin a sequence, ``[M]`` bool.
-            sinks: number of sinks.
-        """
-        if not sinks:
-            return self
-        is_sink = is_first[:, None] & (torch.arange(self.q.shape[-2], device=self.q.device) < sinks)
-        return self._replace(g=self.g.masked_fill(is_sink[..., None], 0), visible=self.visible & ~is_sink)
-
-    @property
-    def sums(self) -> Tensor:
-        """Summary of each block, ``[B, H, M, K, V + 1]``: V sums of weighted values and the sum of weights by feature."""
-        # in one product with a column of ones; features in slots without a token are zero
-        return finite_(self.g.transpose(-1, -2) @ F.pad(self.v, (0, 1), value=1.0))
 
 
 def _causal(tokens: Sequence[Tensor], real: Tensor, mixing: Mixing, blocks: BlockPartition, sinks: int) -> Tensor:
     """Compute the outputs of causal attention, ``[B, N, H, V]``, from the arguments of :meth:`InBlocks.of`."""
     x = InBlocks.of(tokens, real, blocks)
-    # first blocks of sequences: the block before them belongs to another sequence, or does not exist
+    # True for the first block of each sequence: the block before it belongs to a different sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
     starts = index == 0 if blocks.local is None else blocks.local == 0
     first = index[:1] if blocks.local is None else index - blocks.local
@@ -212,10 +154,10 @@ class CausalWindow(NamedTuple):
     Attributes:
         k: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v: values of the block before each block, ``[B, H, M, C, V]``.
-        visible: mask of slots of the block before that may be attended to, ``[B, M, C]`` bool.
+        visible: ``[B, M, C]`` bool, True for slots of the block before that may be attended to.
         sink_k: keys of the sinks, ``[B, H, M or 1, S, Dk]``.
         sink_v: values of the sinks, ``[B, H, M or 1, S, V]``.
-        sinks_visible: mask of the sinks that each query attends to, ``[B, M, C, S]`` bool.
+        sinks_visible: ``[B, M, C, S]`` bool, True for sinks that a query attends to.
     """
 
     k: Tensor
@@ -243,193 +185,11 @@ class CausalWindow(NamedTuple):
         return combine(x.q, near, read_mixed(x.f, mixed, x.far))
 
 
-def _bidirectional(
-    tokens: Sequence[Tensor],
-    real: Tensor,
-    mixing: Mixing,
-    layout: TokenLayout,
-    grid: tuple[int, ...] | None,
-    sinks: int,
-) -> Tensor:
-    """Compute the outputs of attention to all tokens, ``[B, N, H, V]``.
-
-    On a CPU, as many batch rows at a time are computed as have at most :data:`PART` bytes of scores or of summaries.
-
-    Args:
-        tokens: queries multiplied by the scale of the scores, keys, values, features of queries and of keys, and the logarithm
-            of the factor on far tokens, ``[B, N, H, ...]`` each.
-        real: mask of tokens that may be attended to, ``[B, N]`` bool.
-        mixing: mixing coefficients between all blocks.
-        layout: partition of the tokens into blocks.
-        grid: number of blocks along each axis; None for a sequence.
-        sinks: number of sinks, which are in the first block.
-    """
-    q, _, v, f, *_ = tokens
-    blocks = layout.partition(q.device)
-    axes, lead = ((blocks.blocks,), 0) if grid is None else (grid, int(sinks > 0))
-    matrix = mixing.matrix(blocks.blocks)
-    if is_dynamic(blocks.blocks):  # blocks after the last token are empty, so their coefficients do not matter
-        index = torch.arange(blocks.blocks, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
-        matrix = matrix[..., index[:, None], index]
-    matrix = matrix[..., : blocks.blocks, : blocks.blocks]
-    near = _are_near(axes, lead, q.device)
-    window = Window(matrix.masked_fill(near, 0), blocks, axes, lead, sinks)
-    # measured on CPUs only; there, scores of all rows are not held at once
-    is_cpu = q.device.type == "cpu"
-    forms = (
-        cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1]) if is_cpu else Forms(near=False, far=False)
-    )
-    block = layout.token_blocks(q.device).block
-    if forms.near:
-        near = near_pairs(near, block, sinks)
-    if forms.far:
-        matrix = matrix.index_select(-2, block).index_select(-1, block)
-
-    def run(tokens: Sequence[Tensor], real: Tensor) -> Tensor:
-        if not forms.near:
-            return window.attend(tokens, real)
-        far = weigh_pairs(tokens, matrix, near) if forms.far else window.far(tokens, real)
-        return attend_near(tokens, real, near, far)
-
-    if len(q) == 1 or not is_cpu or is_traced():
-        return run(tokens, real)
-    numbers = layout.tokens**2 if forms.far else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
-    count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))
-    *parts, masks = (x.split(count) for x in (*tokens, real))
-    return torch.cat([run(part, mask) for *part, mask in zip(*parts, masks, strict=True)])
-
-
-class Window(NamedTuple):
-    """Windows of attention to all tokens that is computed in blocks.
-
-    Attributes:
-        matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks.
-        blocks: partition of the tokens into blocks.
-        axes: number of blocks along each axis.
-        lead: number of blocks before the grid, 0 or 1.
-        sinks: number of sinks, which are in the first block.
-    """
-
-    matrix: Tensor
-    blocks: BlockPartition
-    axes: tuple[int, ...]
-    lead: int
-    sinks: int
-
-    def far(self, tokens: Sequence[Tensor], real: Tensor) -> FarTokens:
-        """Compute the sums over the far tokens of each query from summaries of blocks, ``[B, H, N, V + 1]``."""
-        x = self._in_blocks(tokens, real)
-        sums, log_factor = read_mixed(x.f, self._mixed(x), x.far)
-        sums, log_factor = (self.blocks.merge(part).transpose(1, 2) for part in (sums, log_factor))
-        # for a sink, no token is far
-        return FarTokens(F.pad(sums[:, :, self.sinks :], (0, 0, self.sinks, 0)), log_factor)
-
-    def attend(self, tokens: Sequence[Tensor], real: Tensor) -> Tensor:
-        """Compute the outputs of all queries, ``[B, N, H, V]``, from the tensors that :func:`_bidirectional` takes."""
-        number, sinks = self.blocks.blocks, self.sinks
-        x = self._in_blocks(tokens, real)
-        sinks_visible = real[:, :sinks]  # sinks are the first tokens
-        mixed = self._mixed(x)
-        block, near = _window(self.axes, self.lead, real.device)
-
-        def attend(first: int, last: int) -> Tensor:
-            part = block[first:last]
-            visible = (x.visible[:, part] & near[first:last, :, None]).flatten(2)
-            groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
-            if sinks:
-                sink_tokens = x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks]
-                groups.append(NearTokens(*sink_tokens, sinks_visible[:, None, None, None]))
-            far = read_mixed(*(y[:, :, first:last] for y in (x.f, mixed, x.far)))
-            return combine(x.q[:, :, first:last], groups, far)
-
-        if torch.is_grad_enabled() or is_traced():
-            out = attend(0, number)
-        else:
-            # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
-            step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
-            out = torch.cat([attend(first, at_most(first + step, number)) for first in range(0, number, step)], 2)
-        out = self.blocks.merge(out)
-        if not sinks:
-            return out
-        q, k, v, *_ = tokens
-        return torch.cat([_softmax(q[:, :sinks], k, v, real), out[:, sinks:]], 1)
-
-    def _in_blocks(self, tokens: Sequence[Tensor], real: Tensor) -> InBlocks:
-        """Return the tensors in blocks, without the sinks."""
-        first = torch.arange(self.blocks.blocks, device=real.device) == 0
-        return InBlocks.of(tokens, real, self.blocks).without_sinks(first, self.sinks)
-
-    def _mixed(self, x: InBlocks) -> Tensor:
-        sums = x.sums
-        return apply_matrix(self.matrix, sums.flatten(3)).view(sums.shape)
-
-
-def _gather(x: Tensor, block: Tensor) -> Tensor:
-    """Return the slots ``[B, H, M, R C, D]`` that each block reads, for the numbers ``[M, R]`` of the blocks that it reads."""
-    # complete blocks are copied: selecting single slots takes ten times as long on a CPU
-    return x.index_select(2, block.flatten()).unflatten(2, block.shape).flatten(3, 4)
-
-
-def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which blocks each block reads: itself and those next to it.
-
-    Args:
-        grid: number of blocks along each axis.
-        lead: number of blocks before the grid, which read nothing: 0 or 1.
-        device: device of the results.
-
-    Returns:
-        Numbers of blocks, int64, and a mask that is False for blocks that are not in the window; both ``[M, R]``, where R is
-        the product of at most 3 blocks along each axis.
-    """
-    block = torch.zeros(1, 1, dtype=torch.int64, device=device)
-    near = torch.ones_like(block, dtype=torch.bool)
-    for length in grid:
-        index = torch.arange(length, device=device)
-        if is_dynamic(length):  # there may be fewer than three blocks
-            width, first = 3, index - 1
-        else:
-            width = min(3, length)
-            first = (index - 1).clamp(min=0, max=length - width)
-        along = first[:, None] + torch.arange(width, device=device)
-        inside = ((along - index[:, None]).abs() <= 1) & (along >= 0) & (along < length)
-        along = along.clamp(min=0, max=length - 1)
-        size = (block.shape[0] * length, block.shape[1] * width)
-        block = (block[:, None, :, None] * length + along[:, None]).reshape(size)
-        near = (near[:, None, :, None] & inside[:, None]).reshape(size)
-    return F.pad(block + lead, (0, 0, lead, 0)), F.pad(near, (0, 0, lead, 0))
-
-
-def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
-    """Return which blocks are the same or next to each other, ``[M, M]`` bool, for ``lead`` blocks before a grid of blocks."""
-    near = torch.ones(1, 1, dtype=torch.bool, device=device)
-    for length in grid:
-        index = torch.arange(length, device=device)
-        along = (index[:, None] - index).abs() <= 1
-        size = near.shape[0] * length
-        near = (near[:, None, :, None] & along[:, None]).reshape(size, size)
-    return F.pad(near, (lead, 0, lead, 0))
-
-
-def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-    """Compute softmax attention of S queries to all N tokens, ``[B, S, H, V]``.
-
-    Args:
-        q: queries, multiplied by the scale of the scores, ``[B, S, H, Dk]``.
-        k: keys, ``[B, N, H, Dk]``.
-        v: values, ``[B, N, H, V]``.
-        visible: mask of the tokens that may be attended to, ``[B, N]`` bool.
-    """
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    no_far = FarTokens(q.new_zeros(*q.shape[:-1], v.shape[-1] + 1), q.new_zeros(*q.shape[:-1], 1))
-    return combine(q, [NearTokens(k, v, visible[:, None, None])], no_far).transpose(1, 2)
-
-
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
     """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
 
-    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has
-    softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
+    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has softmax weights for
+    near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
 
     Args:
         problem: checked arguments of :func:`mhla_window_attention`, except the features.
@@ -500,7 +260,7 @@ def check_window(
 
 
 def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
-    """Raise ValueError if ``number`` blocks are not those of a grid, and one of sinks if there are sinks."""
+    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one for the sinks if there are any."""
     grid = tuple(block_grid)
     if any(is_dynamic(length) for length in (*grid, number)):
         return
@@ -519,7 +279,7 @@ def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool
         sinks: number of sinks.
 
     Raises:
-        ValueError: if a grid is given for causal attention, or has a different number of blocks.
+        ValueError: if a grid is given for causal attention, or if the number of its blocks does not fit the call.
     """
     if block_grid is None:
         return None

@@ -40,7 +40,8 @@ from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
-from mhla_kernels.windowed import CausalWindow, InBlocks, check_window, heads_last, nothing_far
+from mhla_kernels.windowed import CausalWindow, check_window, heads_last, nothing_far
+from mhla_kernels.windowed_blocks import InBlocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +116,8 @@ def mhla_window_prefill(
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
             no padding.
-        state: state from the last call; None at the start. It is not changed.
+        state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
+            changed.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
@@ -219,12 +221,13 @@ def mhla_window_step(
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
         mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
-        state: state from the last call. It is not changed unless ``donate_state`` is on.
+        state: state that the last call of this function or of :func:`mhla_window_prefill` returned. It is not changed unless
+            ``donate_state`` is on.
         block_size: tokens in a block.
         sinks: number of tokens at the start of each row that are sinks.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        donate_state: let the new state reuse the memory of ``state``. The old state must not be used afterwards.
+        donate_state: whether the new state may reuse the memory of ``state``, which the caller must then no longer use.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
@@ -289,12 +292,18 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, s
 
 
 def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each new token in its row, ``[B, N]``."""
+    """Return the position of each of N = ``tokens`` new tokens in its row, ``[B, N]`` int64."""
     return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
-    """Return the generation state of windowed attention before the first token, with sizes that fit the arguments."""
+    """Return the generation state of windowed attention before the first token.
+
+    Args:
+        problem: checked arguments of the first call.
+        f: features of the queries, ``[B, N, H, K]``.
+        kind: properties of the state, such as the number of sinks.
+    """
     k, v = problem.k, problem.v
     tensors = empty_tensors(f, v, problem.mixing, problem.accumulate)
     zeros = tensors["open"]
@@ -337,7 +346,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
         if first:
             chain = torch.cat([start.previous[rows][:, :, None], chain], 2)
             return mixing.mix_after(finished, chain, first - 1)
-        # no block is before the first one: it gets zeros
+        # the first block has no block before it: it gets zeros
         return F.pad(mixing.mix_after(finished, chain, 0) if chain.shape[2] else chain, (0, 0, 1, 0))
 
     return by_groups(groups_of_rows(firsts, [True] * len(firsts), sums.device), mixed)

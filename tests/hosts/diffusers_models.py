@@ -23,7 +23,7 @@ LEFT_OUT = (
 
 
 class Swapping(type):
-    """Metaclass of classes whose calls return swapped models. The tests build their models by such calls."""
+    """Metaclass of classes whose constructor calls return swapped models, as the tests build their models."""
 
     host: Any
     attention: AttentionConfig

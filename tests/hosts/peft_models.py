@@ -43,7 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that cannot apply."""
+    """Skip tests that do not apply to the language model."""
     for item in items:
         for part, reason in LEFT_OUT.items():
             if part in item.name:

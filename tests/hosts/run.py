@@ -2,8 +2,8 @@
 
     python tests/hosts/run.py [transformers peft timm diffusers] [--checkout LIBRARY=FOLDER] [pytest's arguments]
 
-The sources are those of the installed versions, downloaded from the package index. What a source distribution lacks is taken
-from a checkout of the library's repository, where one is named:
+The sources are those of the installed versions, downloaded from the package index. Files that are missing there
+are taken from a checkout of the library's repository, if one is named:
 
 - transformers: the distribution has the modeling, configuration and training tests; a checkout also has the generation
   tests. Its export tests change with every commit of its exporters; ``transformers_models.py`` calls the exporters of the
@@ -136,7 +136,7 @@ def run(library: str, checkout: Path | None, rest: list[str]) -> int:
 def main() -> int:
     """Run the tests of the libraries that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("libraries", nargs="*", help="suites to run (default: those whose tests can be had)")
+    parser.add_argument("libraries", nargs="*", help="suites to run (default: all whose tests are available)")
     parser.add_argument("--checkout", action="append", default=[], metavar="LIBRARY=FOLDER")
     args, rest = parser.parse_known_args()
     checkouts = {name: Path(folder).resolve() for name, _, folder in (each.partition("=") for each in args.checkout)}

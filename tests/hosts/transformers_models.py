@@ -195,7 +195,7 @@ LEFT_OUT = {
 
 
 class Swapped(Exported, ModelTesterMixin):
-    """Tests of a swapped model. ``hosts`` are the classes of transformers, ``attention`` is the new attention."""
+    """Tests of a swapped model. ``hosts`` holds the transformers classes, and ``attention`` configures the new attention."""
 
     has_attentions = test_resize_embeddings = False
     hosts: tuple[Any, ...]

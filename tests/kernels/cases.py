@@ -46,7 +46,7 @@ class Case:
 
 
 def random_cases(tokens: int, heads: int, least: int = 1, **fixed: st.SearchStrategy[Any]) -> st.SearchStrategy[Case]:
-    """Draw cases of ``least`` to ``tokens`` tokens and of up to ``heads`` key heads; ``fixed`` replaces other draws."""
+    """Draw cases with ``least`` to ``tokens`` tokens and up to ``heads`` key heads. ``fixed`` replaces strategies by name."""
     widths = st.integers(1, 9) if DEVICE == "cpu" else st.sampled_from([5, 8])  # a kernel is compiled for each
     draws: dict[str, st.SearchStrategy[Any]] = {
         "batch": st.integers(1, 2),
@@ -73,7 +73,7 @@ def spans(case: Case) -> bool:
 
 
 def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int]], dict[str, Any]]:
-    """Tensors, the operator's options, block starts, and the oracle's options."""
+    """Return the tensors of a case, the operator's options, the first tokens of the blocks, and the oracle's options."""
     draw = torch.Generator().manual_seed(case.seed)
     packed = case.layout == "packed"
     batch, n, c = 1 if packed else case.batch, case.tokens, case.block_size
@@ -128,7 +128,7 @@ def build(case: Case) -> tuple[tuple[Tensor, ...], dict[str, Any], list[list[int
 
 
 def definition(*tensors: Tensor, starts: list[list[int]], relu: bool, toeplitz: bool = False, **check: Any) -> Tensor:
-    """The oracle with the feature map, and with exponential mixing where there is a fifth tensor."""
+    """Compute the oracle's outputs after the feature map, with exponential mixing if there is a fifth tensor."""
     q, k, v, mixing, *decay = tensors
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], 2) for x in (k, v))
     if relu:

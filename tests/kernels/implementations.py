@@ -23,7 +23,7 @@ SPANNING = ("torch spanning", "triton spanning")
 
 
 def attend(implementation: str, *tensors: Tensor, **options: Any) -> Tensor:
-    """Call :func:`mhla_attention` by backend and form, with tensors on any device, and return the outputs there.
+    """Call :func:`mhla_attention` with a backend and form, and return the outputs on the device of the tensors.
 
     The fourth tensor holds the mixing coefficients. If there is a fifth tensor, the two are amplitude and decay of exponential
     mixing. With ``toeplitz``, the fourth tensor holds the weights of a kind of mixing from outside the package.

@@ -31,11 +31,11 @@ def oracle(
         k: keys after the feature map, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
         mixing: mixing coefficients, ``[M, M]`` or ``[H, M, M]``.
-        starts: first token of each block, and the end, for each packed sequence.
+        starts: for each packed sequence, the index of the first token of each block, and the index after the last token.
         causal: whether attention is causal; ``"block"`` if tokens attend to all of their own block and to earlier blocks.
         normalize: whether weights are divided by their sum.
         eps: term added to the normalizer.
-        key_mask: mask of the keys to attend to, ``[B, N]`` bool; None for all.
+        key_mask: ``[B, N]`` bool, False for masked tokens; None masks no token.
         constant_normalizer: whether to ignore the normalizer in the gradient, to measure how much of the gradient it cancels.
 
     Returns:
@@ -121,8 +121,8 @@ def cross_oracle(
         key_starts: for each packed sequence, the first key of each block, and the end.
         scale: factor on the outputs; None if weights are divided by their sum.
         eps: term added to the normalizer.
-        query_mask: mask of the queries, ``[B, Nq]`` bool; None for all.
-        key_mask: mask of the keys, ``[B, Nk]`` bool; None for all.
+        query_mask: ``[B, Nq]`` bool, False for masked queries; None masks no query.
+        key_mask: ``[B, Nk]`` bool, False for masked keys; None masks no key.
         constant_normalizer: whether to ignore the normalizer in the gradient, to measure how much of the gradient it cancels.
 
     Returns:
@@ -131,7 +131,7 @@ def cross_oracle(
     q, k, v = (x.double() for x in (q, k, v))
     heads, shared = q.shape[2], k.shape[2]
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=torch.float64)
-    # adds zero: a call whose sequences have no keys still depends on its tensors
+    # adds zero, so that a call whose sequences have no keys still depends on its tensors
     out = out + 0 * (q.sum() + k.sum() + v.sum() + coefficients(1, 1).sum())
     rows = []
     for b in range(q.shape[0]):
@@ -180,10 +180,10 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
 def gradient_scales(
     want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
 ) -> list[float]:
-    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the terms that it is the sum of.
+    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the norm of its terms if larger.
 
-    Where the terms cancel further (a row that sees a single block or key does not depend on its weights: all but nothing
-    is left), float32 has no five digits to give.
+    If the terms cancel almost completely, float32 cannot give five correct digits. (For example, a normalized row that sees a
+    single block or key does not depend on its weights, so its gradient is nearly zero.)
     """
     magnitudes = tuple(x.abs() for x in tensors)
     _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())

@@ -14,7 +14,7 @@ from mhla_kernels import (
     mhla_window_prefill,
     mhla_window_step,
     near_far,
-    windowed,
+    windowed_all,
 )
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.mixing import MixingLike
@@ -33,15 +33,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setitem(WIDTH, "value", 6)
         monkeypatch.setattr(near_far, "FEWEST_QUERIES", 1)
         monkeypatch.setattr(near_far, "FEWEST_TRAINED", 1)
-        monkeypatch.setattr(windowed, "GATHERED", 100)
+        monkeypatch.setattr(windowed_all, "GATHERED", 100)
 
 
 @pytest.fixture(params=["in blocks", "near tokens by pairs", "by pairs"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute attention to all tokens in all forms, one batch row at a time."""
     forms = Forms(near=request.param != "in blocks", far=request.param == "by pairs")
-    monkeypatch.setattr(windowed, "cheapest_forms", lambda *_: forms)
-    monkeypatch.setattr(windowed, "PART", 1)
+    monkeypatch.setattr(windowed_all, "cheapest_forms", lambda *_: forms)
+    monkeypatch.setattr(windowed_all, "PART", 1)
 
 
 def tensors(

@@ -1,4 +1,4 @@
-"""Kind of mixing from outside the package: one coefficient per distance of blocks, zero beyond the last."""
+"""Kind of mixing defined outside the package: one coefficient per block distance, zero beyond the last one."""
 
 from __future__ import annotations
 

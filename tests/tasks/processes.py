@@ -58,7 +58,7 @@ main()
 
 
 def run_apart(server: ForkServer, *arguments: str, folder: Path) -> tuple[int, str, str]:
-    """Exit status of ``lightning`` with these arguments, and what it printed on standard output and on standard error."""
+    """Run ``lightning``, and return its exit status, standard output and standard error."""
     status, text = server.program(APART, *arguments, folder=folder)
     return status, text, (folder / "standard-error.txt").read_text()
 
@@ -82,7 +82,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def run_in_turn(*calls: Sequence[str], folder: Path, **environment: str) -> list[tuple[int, str]]:
-    """Exit status and output of each of several command lines, all in one process.
+    """Run several command lines in one process, and return the exit status and output of each.
 
     A command on a small model spends most of its time on the imports of its process.
     """

@@ -31,7 +31,7 @@ Bounds = Tensor | Sequence[int]
 def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
     """Return whether an attention call is cross-attention.
 
-    It is, if it has an argument that exists only for cross-attention, or if the number of keys is not that of the queries.
+    It is if it has an argument that exists only for cross-attention, or if q and k differ in length.
 
     Args:
         q: queries, not checked yet.
@@ -41,7 +41,7 @@ def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
     for argument in only_cross:
         if argument is not None:
             return True
-    # after the arguments: if the lengths are symbolic, comparing them adds a condition to the graph
+    # last, because comparing symbolic lengths adds a condition to the graph
     return q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1]
 
 
@@ -121,7 +121,7 @@ def _check_layouts(
     key_block_size: int | None,
     key_block_offsets: Bounds | None,
 ) -> CrossLayout:
-    """Check the blocks of both sides. Without an argument for the keys, they take the blocks of the queries."""
+    """Check the blocks of both sides, and return them. Keys without arguments of their own get the blocks of the queries."""
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if key_block_size is not None and key_block_offsets is not None:
@@ -138,7 +138,7 @@ def _check_layouts(
 
 
 def _check_side(name: str, tokens: int, size: int | None, offsets: Bounds | None) -> TokenLayout:
-    """Check the blocks of one side, whose arguments are called ``{name}_size`` and ``{name}_offsets``."""
+    """Check the blocks of one side, whose arguments are called ``{name}_size`` and ``{name}_offsets``, and return them."""
     if offsets is not None:
         return TokenLayout(tokens, 0, check_offsets(offsets, tokens, f"{name}_offsets"))
     assert size is not None
@@ -149,7 +149,7 @@ SIDES = (("Nq", "queries", "Mq"), ("Nk", "keys", "Mk"))
 
 
 def _check_blocks(mixing: Mixing, layout: TokenLayout, side: int, arguments: str) -> None:
-    """Raise ValueError unless the mixing has a coefficient for each block of one side."""
+    """Raise ValueError unless the mixing has coefficients for each block of a side: 0 for queries, 1 for keys."""
     sizes = mixing.cross_blocks
     blocks = layout.blocks
     if sizes is None or blocks == 0 or blocks == sizes[side]:

@@ -40,7 +40,7 @@ def attend_cross(problem: CrossProblem, form: Form) -> Tensor:
     sequences = problem.layout.sequences
     if sequences is not None and all(a == b or c == d for (a, b), (c, d) in sequences):  # no query has a key
         return zero_outputs(problem.q, problem.k, problem.v, *problem.mixing.tensors.values())
-    # a masked query reads a sum over all keys, which zero times an infinite value would make NaN
+    # a masked query is zero, but zero times an infinite sum over the keys is NaN
     return hide(_attend(problem, form), problem.query_mask)
 
 
@@ -57,11 +57,11 @@ def cross_weights(problem: CrossProblem) -> Tensor:
 
 def _attend(problem: CrossProblem, form: Form) -> Tensor:
     sequences = problem.layout.sequences
-    # while torch traces, the chunked form alone keeps values that are infinite or NaN in their own packed sequence
+    # if the bounds cannot be read, only the chunked form keeps infinite and NaN values in their own packed sequence
     if form == "chunked" or (form == "parallel" and problem.layout.is_packed and sequences is None):
         return _chunked_in_parts(problem)
     if sequences is not None:
-        # one by one: no product of tokens of different sequences, whose values may be infinite or NaN
+        # one by one, so that infinite and NaN values of one sequence are never multiplied with tokens of another
         outs = [_of_sequence(problem, queries, keys, form) for queries, keys in sequences]
         return torch.cat(outs, 1)
     if form == "parallel" and not problem.layout.is_open:

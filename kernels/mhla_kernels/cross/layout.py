@@ -72,7 +72,7 @@ class CrossPartition(NamedTuple):
 
     @property
     def together(self) -> Tensor | None:
-        """Whether a query block and a key block belong to the same packed sequence, ``[Mq, Mk]`` bool; None without packing."""
+        """Mask of query and key blocks that belong to the same packed sequence, ``[Mq, Mk]`` bool; None without packing."""
         queries, keys = self.queries.owner, self.keys.owner
         return None if queries is None or keys is None else queries[:, None] == keys
 
@@ -120,7 +120,7 @@ class CrossPartition(NamedTuple):
 
     @staticmethod
     def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:
-        """Return the number of blocks that ``layout`` has in the sequence of each block of ``blocks``, ``[M]``."""
+        """Return for each of the M ``blocks`` the number of blocks of its packed sequence in ``layout``, ``[M]``."""
         assert layout.cu_seqlens is not None
         assert blocks.owner is not None
         bounds = on_device(layout.cu_seqlens, blocks.owner.device)

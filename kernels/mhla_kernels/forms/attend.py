@@ -39,8 +39,8 @@ def attend(problem: Problem, form: Form) -> Tensor:
         form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
     """
     layout = problem.layout
-    # A few rows at a time keep the summaries in the cache. Packed rows are copied for every part, which pays off only if a
-    # backward pass follows.
+    # Computing a few rows at a time keeps the summaries in the CPU's cache. With packed sequences, tokens are copied for every
+    # part, which pays off only if a backward pass follows.
     if (
         (form == "chunked" or form == "spanning")
         and problem.q.device.type == "cpu"
@@ -135,12 +135,12 @@ def attend_parts(
     numbers: int,
     run: Callable[[Tensor, Tensor, Tensor, Mixing], Tensor],
 ) -> Tensor | None:
-    """Compute attention for as many batch rows or heads at a time as hold at most 16 MiB, if possible.
+    """Compute attention for a few batch rows or heads at a time, so that each part holds at most 16 MiB, if possible.
 
     Args:
         tensors: q, k and v, ``[B, N, H, ...]``.
         mixing: mixing coefficients.
-        numbers: numbers that one batch row and head hold.
+        numbers: number of values, such as the entries of block summaries, that are held for one batch row and head.
         run: function that computes the outputs of a part, from its q, k, v and mixing.
 
     Returns:

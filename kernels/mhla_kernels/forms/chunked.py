@@ -114,7 +114,7 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor, mix: Callable[[Tensor], Tenso
 
     Args:
         q: queries in Mq blocks of C token positions, ``[B, H, Mq, C, K]``.
-        k: keys in Mk blocks, ``[B, H, Mk, C', K]``.
+        k: keys in Mk blocks of C' token positions, ``[B, H, Mk, C', K]``.
         v: values in Mk blocks, ``[B, H, Mk, C', V]``.
         mix: function that mixes summaries ``[B, H, Mk, ...]`` of key blocks for each query block, ``[B, H, Mq, ...]``.
         weighting: normalization of the attention weights.
@@ -137,8 +137,8 @@ def _weigh(out: Tensor, normalizer: Tensor | None, weighting: Weighting) -> Tens
 
 def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     summary, total = k.transpose(-1, -2) @ v, k.sum(-2)
-    # Sums that overflow become finite, since the blocks before them multiply them by zero. The block itself returns NaN,
-    # which is added, not multiplied: the gradient of an output that has none stays zero.
+    # Overflowed sums are made finite, because earlier blocks multiply them by zero coefficients, and zero times infinity is
+    # NaN. The outputs of the block itself become NaN by an addition: a multiplication would also make gradients of zero NaN.
     spoilt = summary.new_zeros(summary.shape[:3]).masked_fill(~_are_finite(summary, total), torch.nan)
     summary = finite_(summary)
     out = q @ torch.addcmul(mixer(summary, causal=True), mixer.own[..., None, None], summary) + spoilt[..., None, None]
@@ -150,7 +150,7 @@ def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 def _are_finite(summary: Tensor, total: Tensor) -> Tensor:
     """Return for each block whether all its sums, ``[B, H, M, K, V]`` and ``[B, H, M, K]``, are finite: ``[B, H, M]`` bool."""
-    # the largest of them, as a norm, which reads the sums once and copies none
+    # the largest absolute value of each block: a norm reads the sums once, without a copy
     of_products = torch.linalg.vector_norm(summary.detach(), torch.inf, (-2, -1))
     of_keys = torch.linalg.vector_norm(total.detach(), torch.inf, -1)
     return of_products.isfinite() & of_keys.isfinite()
@@ -167,7 +167,7 @@ def summarize(k: Tensor, v: Tensor) -> Tensor:
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    # own coefficients multiply q, not the masked scores: there, a zero times a gradient that overflowed would be NaN
+    # the own coefficients multiply q instead of the masked scores, whose zeros times an overflowed gradient would be NaN
     scores = (q * mixer.own[..., None, None] @ k.transpose(-1, -2)).tril()
     out = q @ mixer(summarize(k, v), causal=True) + scores @ v
     if not normalize:
@@ -178,12 +178,12 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> t
 def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
     slots = v.shape[-2]
     tiles = divide_up(slots, TILE)
-    tile = divide_up(slots, tiles)  # tiles of equal size need less padding than full tiles and a rest
+    tile = divide_up(slots, tiles)  # tiles of equal size need less padding than full tiles and a remainder
     pad = (0, 0, 0, tiles * tile - slots)
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
     own_coefficients = mixer.own[..., None, None, None]
 
-    summary = k.transpose(-1, -2) @ v  # by tile; its sum over the tiles is the summary of the block
+    summary = k.transpose(-1, -2) @ v  # of each tile; the sum over the tiles is the summary of the block
     mixed = mixer(finite_(summary.sum(3)), causal=True)[:, :, :, None] + own_coefficients * _sums_before(summary)
     scores = (q * own_coefficients @ k.transpose(-1, -2)).tril()
     out = (q @ mixed + scores @ v).flatten(3, 4)[..., :slots, :]

@@ -8,7 +8,9 @@ from mhla_kernels.problem import Causal
 
 
 def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None) -> Tensor:
-    """Replace the scores of keys that a query must not attend to by zeros, whatever they are, in values and gradients.
+    """Replace the scores of keys that a query must not attend to by zeros.
+
+    Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
 
     Args:
         scores_TT: scores of T queries (rows) and T keys, ``[..., T, T]``.

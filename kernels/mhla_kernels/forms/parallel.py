@@ -74,7 +74,7 @@ def _attend(
     """
     scores_BHNJ = q_BNHK.transpose(1, 2) @ k_BJHK.permute(0, 2, 3, 1)
     if order is not None:
-        # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+        # hide later scores before the product too: an overflowed one times zero would make the gradient of mixing NaN
         scores_BHNJ = hide_later(scores_BHNJ, "block", order)
     scores_BHNJ = scores_BHNJ * pairs_NJ
     if weighting.causal:

@@ -22,11 +22,11 @@ def weights(
     weighting: Weighting,
     where_keys: TokenBlocks | None = None,
 ) -> Tensor:
-    """Compute the attention weights of all token pairs directly from their definition.
+    """Compute the attention weights of N queries and J keys directly from their definition.
 
     The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
-    tokens of different packed sequences and, with causality, for later keys. Then each row is divided by its sum +
-    eps, or is multiplied by a scale, as ``weighting`` says.
+    tokens of different packed sequences and, with causality, for later keys. Then each row is divided by its sum + eps, or is
+    multiplied by a scale, as ``weighting`` says.
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.
@@ -43,7 +43,7 @@ def weights(
     keys = where if where_keys is None else where_keys
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BJHK)
     if causal == "block":
-        # hide them before the product too: zero times an overflowed score would be NaN in its gradient
+        # hide later keys before the product too: an overflowed score times zero would make the gradient of mixing NaN
         products = hide_later(products, causal, where.order)
     products = products * mixing[..., where.block[:, None], keys.block[None, :]]
     if where.sequence is not None and keys.sequence is not None:
@@ -54,7 +54,7 @@ def weights(
     if weighting.scale is not None:
         return products * weighting.scale
     shares = divide(products, products.sum(-1, keepdim=True), weighting.eps)
-    # hide them again: no gradient comes from later keys, even if it overflows
+    # hide later keys again, so that no gradient reaches them, not even one that overflowed
     return hide_later(shares, causal, where.order)
 
 

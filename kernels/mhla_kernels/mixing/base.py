@@ -168,7 +168,7 @@ class Mixing(ABC):
             weights = weights.tril(-1)
         return apply_matrix(weights, summary)
 
-    # Cross-attention: the blocks of queries and those of keys differ.
+    # Cross-attention: queries and keys have different blocks.
 
     @property
     def cross_blocks(self) -> tuple[int, int] | None:

@@ -145,7 +145,7 @@ class ExponentialMixing(Mixing):
             ``[Mq, Mk]``, or ``[H, Mq, Mk]`` for H heads.
         """
         if self.grid is not None:
-            return DenseMixing(self.dense()).cross_matrix(pairs)  # by the place of each block in its packed sequence
+            return DenseMixing(self.dense()).cross_matrix(pairs)  # by the index of each block in its sequence
         return _kernel(self.amplitude, self.decay, pairs.distance(self.amplitude))
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
@@ -206,7 +206,7 @@ class ExponentialMixing(Mixing):
 
     @override
     def make_room(self, finished: Tensor, blocks: int, owned: bool) -> Tensor:
-        """Return the running sums ``finished`` unchanged, because new blocks need no more space. Ignore other arguments."""
+        """Return the running sums ``finished`` unchanged, because new blocks need no more space."""
         return finished
 
     @override
@@ -315,7 +315,7 @@ class ExponentialMixing(Mixing):
         """
         if fused and not causal:
             return blocks
-        both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one for reversing and adding them
+        both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one to reverse and add
         return both_ways * at_most(blocks, GROUP + 2 * self.terms)
 
     @classmethod
@@ -368,7 +368,7 @@ def _check_decay(decay: Tensor) -> None:
     if decay.is_meta:
         return
     if not torch.compiler.is_compiling():
-        decay = unwrapped(decay)  # the decays of all rows that torch.vmap maps
+        decay = unwrapped(decay)  # the decays of all calls that torch.vmap maps over
     valid = ((decay >= 0) & (decay < torch.inf)).all()
     if torch.compiler.is_compiling():
         # torch.vmap inside a graph has no rule for assert_async; failed checks raise later

@@ -101,12 +101,12 @@ def fit_exponentials(
 
 
 def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tensor:
-    """Compute for each matrix row the factor on ``fitted`` that minimizes its squared error from ``target``.
+    """Compute for each matrix row the factor on ``fitted`` that minimizes the squared error of the row.
 
     The factors of each head are then divided by their mean.
 
     Args:
-        target: target coefficients, ``[H, n]``.
+        target: coefficients to approximate, ``[H, n]``.
         fitted: fitted coefficients, ``[H, n]``.
         row: index of the row that contains each coefficient, ``[n]``.
         size: number of rows.

@@ -11,9 +11,10 @@ from torch import Tensor
 
 
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
-    """Return the weights ``[new, old]`` that resize one axis by linear interpolation between block centers.
+    """Return weights ``[new, old]`` that resize an axis from ``old`` to ``new`` blocks by linear interpolation.
 
-    If there are fewer new blocks than old ones, each row of weights is a triangle filter that averages several old blocks.
+    The interpolation is between block centers. If there are fewer new blocks than old ones, each row of weights is a triangle
+    filter that averages several old blocks.
     """
     stretch = old / new
     center = (torch.arange(new, device=device, dtype=torch.float64) + 0.5) * stretch - 0.5

@@ -48,8 +48,8 @@ def make_span(amplitude: Tensor, decay: Tensor, blocks: int, causal: bool) -> Sp
         amplitude: amplitude of each exponential, ``[H or 1, R]``.
         decay: decay per block of each exponential, ``[H or 1, R]``.
         blocks: number of blocks in a chunk, G.
-        causal: whether chunks read only earlier chunks, with R running sums. Otherwise, they also read later chunks, with R
-            more.
+        causal: whether chunks read only earlier chunks, through R running sums. Otherwise, they also read later chunks, through
+            R more running sums.
     """
     index = torch.arange(blocks, device=decay.device, dtype=decay.dtype)
     distance = (index[:, None] - index).abs()

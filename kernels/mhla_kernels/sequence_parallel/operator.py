@@ -165,7 +165,7 @@ def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Append a column of ones (zeros for masked tokens) to the values ``[B, N, H, V]``.
+    """Append a column of ones to the values ``[B, N, H, V]``, or of zeros where the mask ``[B, N]`` is False.
 
     Attention then computes the sums of the weights in this column.
     """

@@ -86,7 +86,8 @@ def _through_summary(
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
     well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
     the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
-    features.
+    features. ``rows`` are the indices of the tokens in the tile; those that are not ``visible`` count as zero. ``outputs`` are
+    the indices of the output features that the program computes.
 
     Returns:
         ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.
@@ -248,8 +249,8 @@ def attend_kernel(
     if start >= end:
         return
 
-    # Strides come divided by ALIGNED. Multiplying by the constant here tells the compiler that rows are aligned, so that it
-    # emits 16-byte loads without a kernel for every stride.
+    # Callers pass strides divided by ALIGNED. Multiplying them by this constant tells the compiler that rows are aligned, so
+    # that it emits 16-byte loads, without compiling the kernel again for every stride.
     x_stride_n *= ALIGNED
     y_stride_n *= ALIGNED
     a_stride_n *= ALIGNED
@@ -263,7 +264,7 @@ def attend_kernel(
     mixing += head * mixing_stride_h
     key_mask += batch * tokens
     column_mask += batch * column_tokens
-    if LATER:  # these are numbers of queries, which are the columns in modes DV and DK
+    if LATER:  # the two tensors belong to queries, which are the columns in modes DV and DK
         inverse_normalizer += row * column_tokens
         normalizer_gradient += row * column_tokens
     else:
@@ -279,7 +280,8 @@ def attend_kernel(
     normalizer = tl.zeros([ROWS], tl.float32)
     keys = tl.zeros([ROWS, OUTPUTS], tl.float32)  # w_t
 
-    # Earlier pieces of the block share the coefficient m[i, i] with the pairs below: both are multiplied by it at once.
+    # The sums over earlier pieces of the block and over the pairs below have the same coefficient, m[i, i]. Both are added up
+    # first and multiplied by it once.
     if RUNNING:
         earlier = running + (row * table_size * pieces + piece) * SUMMARY_WIDTH
         total, normalizer, keys = _through_summary(
@@ -291,7 +293,7 @@ def attend_kernel(
         last = high
         if CAUSAL == BLOCKS:
             if not SUMMARY and not PACKED:  # the table has a column for each block
-                if LATER:  # a multiple of COLUMNS, as SPAN requires
+                if LATER:  # rounded down to a multiple of COLUMNS, as SPAN assumes
                     low = tl.load(table + START * table_size + tl.load(token_row + start)) // COLUMNS * COLUMNS
                 else:
                     last_block = tl.load(token_row + tl.minimum(high, start + ROWS) - 1)
@@ -308,7 +310,7 @@ def attend_kernel(
                 x, rows, visible, x_stride_n, x_stride_d, y, columns, shown, y_stride_n, y_stride_d,
                 X_WIDTH, PAIR_RELU, ROWS, COLUMNS, SLICE,
             )  # fmt: skip
-            # Here the columns are queries: their output gradients are dO_t / n_t, and g_t in the column of ones.
+            # Here the columns are queries t, whose output gradients are dO_t / n_t; in the column of ones, it is g_t.
             if NORMALIZE and LATER:
                 scores *= tl.load(inverse_normalizer + columns, mask=shown, other=0.0)[None, :]
                 if MODE == DK:
@@ -340,7 +342,7 @@ def attend_kernel(
                 scores *= coefficient
             else:
                 coefficient = tl.full([ROWS, COLUMNS], 1.0, tl.float32)
-            if CAUSAL:  # mask after all factors: a zero times a score that overflowed would be NaN
+            if CAUSAL:  # mask after all factors: zero times an overflowed score would be NaN
                 scores = tl.where(counts, scores, 0.0)
             value = load_tokens(a, columns, shown, outputs, OUT_WIDTH, a_stride_n, a_stride_d, OUT_RELU)
             total = multiply(scores, value, total, INPUT)
@@ -412,7 +414,7 @@ def attend_kernel(
             row_tokens, rows, visible, outputs, OUT_WIDTH, row_tokens_stride_n, row_tokens_stride_d, False
         )
         total = tl.where(raw.to(tl.float32) > 0, total, 0.0)
-    if HAS_MASK:  # hidden tokens give zeros as queries and pass no gradient, whatever they hold
+    if HAS_MASK:  # outputs and gradients of hidden tokens are zero, whatever values the tokens hold
         total = tl.where(visible[:, None], total, 0.0)
     offset = out + rows.to(tl.int64)[:, None] * out_stride_n + outputs[None, :] * out_stride_d
     inside = (rows < end)[:, None] & (outputs < OUT_WIDTH)[None, :]
@@ -436,8 +438,7 @@ def attend(
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
-        mode: number of the result to compute: ``OUT.value`` for the outputs, ``DQ.value``, ``DV.value`` or ``DK.value`` for a
-            gradient.
+        mode: result to compute: ``OUT.value`` for the outputs; ``DQ.value``, ``DV.value`` or ``DK.value`` for a gradient.
         operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
             DK, where dO is the gradient of the outputs.
         row_tokens: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.

@@ -102,7 +102,7 @@ class Call:
         self.causal, self.relu = arguments.causal, arguments.relu
         self.block_causal = arguments.causal and arguments.block_causal
         self.token_causal = arguments.causal and not arguments.block_causal
-        # a kernel takes a number in any case, and does not read it without a normalizer
+        # the kernels require a number for eps even if, without a normalizer, they do not read it
         self.normalize, self.eps = arguments.eps is not None, arguments.eps or 0.0
         self.chunked = arguments.form == "chunked"
         self.terms = self.coefficients[1].shape[1] if spanning else 0
@@ -116,7 +116,7 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call of the tokens that the tokens of this call form pairs with: itself, but for the two sides of cross-attention."""
+        """Call whose tokens form pairs with those of this call: the call itself, or the other side of cross-attention."""
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
 

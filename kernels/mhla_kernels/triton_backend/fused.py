@@ -20,7 +20,7 @@ from mhla_kernels.verdicts import may_use
 def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | None:
     """Compute attention with the fused Triton kernels.
 
-    Queries, keys and values are converted to one dtype: float32 if any of them has it, else bfloat16. Mixing coefficients
+    Queries, keys and values are converted to one dtype: float32 if any of them is float32, else bfloat16. Mixing coefficients
     become float32, and the scale of the outputs is multiplied into them.
 
     Args:
@@ -47,7 +47,7 @@ def attend_fused(problem: Problem, form: str, only_if_sound: bool) -> Tensor | N
     layout = problem.layout
     if layout.cu_seqlens is not None:  # the kernels read the bounds on the device
         layout = layout._replace(cu_seqlens=on_device(layout.cu_seqlens, q.device))
-    k, v = repeat_heads(q, k, v)  # not earlier: a call that the PyTorch form takes over repeats them itself
+    k, v = repeat_heads(q, k, v)  # only now: had the call been left to PyTorch, prepare would have repeated them
     out: Tensor = torch.ops.mhla.attention(
         q.to(dtype),
         k.to(dtype),
@@ -92,8 +92,8 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
     """Describe the Triton kernels that an attention call needs, by dtype, sizes and options.
 
-    ``form`` is the algorithm, and ``mixer`` the kind of the coefficients, ``"dense"`` or ``"exponential"``. The block size is
-    not rounded yet. :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
+    ``form`` is the algorithm, and ``mixer`` is the kind of the coefficients, ``"dense"`` or ``"exponential"``. The block size
+    is not rounded here; :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
     """
     layout = problem.layout
     return Kind(
@@ -108,7 +108,7 @@ def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], d
         masked=problem.key_mask is not None,
         layout=layout_name(layout),
         block_size=layout.block_size if layout.block_offsets is None else layout.largest,
-        many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # an open number counts as many
+        many=form == "chunked" and (layout.is_open or layout.blocks > MANY),  # a symbolic number counts as many
         terms=coefficients[-1].shape[-1] if len(coefficients) > 1 else 0,
         block_causal=problem.weighting.causal == "block",
     )

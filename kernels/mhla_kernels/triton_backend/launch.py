@@ -24,7 +24,7 @@ def forward(call: Call, keys: Call) -> Tensor:
     Args:
         call: arguments of the attention operator, with lookup tables and launch options; in cross-attention, those of the
             queries.
-        keys: the same call; in cross-attention, that of the keys.
+        keys: ``call`` again; in cross-attention, the call of the keys.
     """
     if call.terms:
         return spanning.forward(call)
@@ -44,7 +44,9 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
     sets of summaries, in float32, exist at the same time.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options.
+        call: arguments of the attention operator, with lookup tables and launch options; in cross-attention, those of the
+            queries.
+        keys: ``call`` again; in cross-attention, the call of the keys.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
@@ -81,7 +83,7 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
             mixed = mixer.mix(keys, d_mixed, transposed=True)
     if of_v:
         dv, _ = attend(keys, DV.value, (k, q, gradient), k, mixed, later, weights)
-    # pairs inside a block have the coefficient m[i, i]; the mixing of summaries does not see them in the causal form
+    # in causal attention, m[i, i] weights pairs of tokens inside block i, which the mixing of summaries does not include
     needs_diagonal = of_mixing and call.chunked and call.token_causal
     if of_k or needs_diagonal:
         dk, diagonal = attend(keys, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)

@@ -44,12 +44,13 @@ def mix_kernel(
     """Mix block summaries: ``mixed[i] = sum_b mixing[i, b] summary[b]`` over blocks b of the same sequence.
 
     A block summary is a sum over the tokens of the block, for example of key-value products.
-    With ``CAUSAL`` the sum is over ``b < i``, and if it is ``BLOCKS`` over ``b <= i``. With ``TRANSPOSED`` the coefficient is
-    ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row (with ``TRANSPOSED``, the
-    column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (row) of
-    each block b. In self-attention, both are the same table. With ``ISOLATED``, infinite and NaN summaries make only mixtures
-    of their own sequence NaN. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``.
-    Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
+
+    With ``CAUSAL`` the sum is over ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is over ``b <= i``. With ``TRANSPOSED`` the
+    coefficient is ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row (with
+    ``TRANSPOSED``, the column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds
+    the column (row) of each block b. In self-attention, both are the same table. With ``ISOLATED``, infinite and NaN summaries
+    make only mixtures of their own sequence NaN. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is
+    ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -61,7 +62,7 @@ def mix_kernel(
     i_row = tl.load(table + ROW * blocks + i, mask=i < blocks, other=0)
     i_first = tl.load(table + FIRST * blocks + i, mask=i < blocks, other=column_blocks)
     i_last = tl.load(table + LAST * blocks + i, mask=i < blocks, other=0)
-    # Key blocks that any query block of this tile can see: from the first sequence of the tile to its last one.
+    # Range of key blocks that some query block of this tile reads: all blocks of the tile's sequences.
     low = tl.min(i_first)
     high = tl.max(i_last)
     if CAUSAL:
@@ -94,7 +95,7 @@ def mix_kernel(
         coefficient = tl.load(mixing + offset, mask=counts, other=0.0)
         inside = (b < high)[:, None] & (columns < WIDTH)[None, :]
         x = tl.load(summary + b.to(tl.int64)[:, None] * WIDTH + columns[None, :], mask=inside, other=0.0)
-        if ISOLATED:  # count infinite and NaN terms of each sum apart: times a zero coefficient, they would be NaN
+        if ISOLATED:  # leave infinite and NaN terms out, since zero times them is NaN, and count them
             finite = tl.abs(x) <= LARGEST
             spoilt = dot(counts.to(tl.float32), tl.where(finite, 0.0, 1.0), spoilt)
             x = tl.where(finite, x, 0.0)
@@ -124,11 +125,12 @@ def mixing_gradient_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute the gradient of mixing coefficients, ``<gradient[i], summary[b]>`` for each pair of blocks (i, b).
+    """Compute the gradient of mixing coefficients: the dot product of ``gradient[i]`` and ``summary[b]`` for blocks i and b.
 
     Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
-    the result is 0 unless ``b < i``, and if it is ``BLOCKS`` unless ``b <= i``. ``sequences`` holds the first block i and the
-    number of blocks i of each sequence, ``column_sequences`` those of the blocks b. In self-attention, both are the same table.
+    the result is 0 unless ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is 0 unless ``b <= i``. ``sequences`` holds the first
+    block i and the number of blocks i of each sequence, ``column_sequences`` those of the blocks b. In self-attention, both are
+    the same table.
 
     ``gradient`` (of the mixed summaries) is ``[B * H, blocks, WIDTH]`` float32, and ``summary`` is ``[B * H, column_blocks,
     WIDTH]``. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32; the caller sums the parts. Grid:

@@ -44,7 +44,8 @@ def products(
 ):
     """Compute the dot product of each token of tile a with each token of tile b, ``[ROWS, COLUMNS]`` float32.
 
-    With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
+    The tiles are ``ROWS`` and ``COLUMNS`` tokens, with the indices ``a_rows`` and ``b_rows``. Tokens that are not visible count
+    as zero. With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
@@ -77,11 +78,10 @@ def _add_block_sums(
     """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
     ``pairs`` has one term for each key (row) and query (column). ``token_row`` holds the block index of each key, and
-    ``column_row`` that of each query.
-    ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the first one of the tile of keys.
-    Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the query block that slot s
-    currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is
-    ``[size, SPAN]``, query block by key block.
+    ``column_row`` that of each query. ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the
+    first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the
+    query block that slot s currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the
+    layout is ``[size, SPAN]``, query block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -91,15 +91,16 @@ def _add_block_sums(
     b = tl.load(token_row + rows, mask=rows < end, other=-1) - b_first
     i = tl.load(column_row + columns, mask=columns < column_end, other=-1)
     slots = tl.arange(0, SPAN)
-    # `slot_blocks` is the query block of each slot for this column tile: the one of the SPAN next blocks that is s modulo SPAN.
+    # `slot_blocks[s]` is the query block of slot s in this tile of queries: of the SPAN blocks from i_first on, the one that
+    # equals s modulo SPAN.
     slot_blocks = i_first + ((slots - i_first) & (SPAN - 1))
     in_row_block = (slots[:, None] == b[None, :]).to(tl.float32).to(INPUT)
     in_column_block = (i[:, None] == slot_blocks[None, :]).to(tl.float32).to(INPUT)
     # Products with one-hot matrices sum over blocks in a fixed order, which atomic additions would not.
     sums = multiply(in_row_block, pairs, tl.zeros([SPAN, COLUMNS], tl.float32), INPUT)
     sums = multiply(sums, in_column_block, tl.zeros([SPAN, SPAN], tl.float32), INPUT)
-    # A slot that got a new block starts from zero. A block keeps its slot, hence its thread, so the stores of one thread
-    # follow each other and the last, complete sum stays, without a barrier and without reading memory.
+    # A slot that gets a new block starts from zero. A block stays in its slot, and a slot belongs to one thread. The stores for
+    # a block are therefore in order, and the last one, the complete sum, remains, without a barrier or a read from memory.
     total = tl.where((slot_blocks == held)[None, :], total, 0.0) + sums
     offset = gradient + slot_blocks[None, :] * SPAN + slots[:, None]
     tl.store(offset, total, mask=tl.broadcast_to((slot_blocks < size)[None, :], [SPAN, SPAN]))
@@ -165,8 +166,7 @@ def pair_gradient_kernel(
     counted from the first one of the tile, which has at most ``SPAN`` of them. ``token_row`` holds the block index of each key,
     and ``column_row`` that of each query. In self-attention, both are the same table. With ``CHUNKS``, only pairs inside a
     chunk (a group of several consecutive blocks) count; the lookup table ``table`` has a column with the bounds of each chunk,
-    and a chunk has ``tiles`` tiles. Launch grid:
-    ``(B * H * tiles_of_row,)``.
+    and a chunk has ``tiles`` tiles. Grid: ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads

@@ -41,7 +41,7 @@ SIZES = (
     "column_size",
     "num_sequences",
 )
-"""Kernel parameters that hold lengths. A kernel is not compiled again for other values of them."""
+"""Names of kernel parameters that hold sizes. A kernel is not compiled again if their values change."""
 
 
 def kernel(function: Callable[..., Any]) -> Any:
@@ -62,7 +62,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 @triton.jit
 def round_to(x, DTYPE: tl.constexpr):
     """Round a float32 tensor to the nearest numbers of ``DTYPE``, ties to even."""
-    # Adding 0x7FFF and the lowest bit that stays carries into that bit exactly where the number has to be rounded up.
+    # bfloat16 keeps the upper 16 bits. Adding 0x7FFF plus the lowest kept bit carries into the upper bits exactly if the number
+    # has to be rounded up.
     if INTERPRETED and tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000

@@ -87,7 +87,7 @@ def launch_rotary(
     """Apply the feature map and rotary position embedding with the Triton kernel, or compute the gradient of the input.
 
     Args:
-        x: queries or keys; with ``backward``, the gradient of the output. ``[B, N, H, D]``.
+        x: queries or keys, ``[B, N, H, D]``; with ``backward``, the gradient of the output.
         raw: queries or keys, also with ``backward``, ``[B, N, H, D]``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
@@ -210,7 +210,7 @@ def turn_fused(
             later.
 
     Returns:
-        ``[B, N, H, D]``, or None if ``only_if_sound`` and the kernel may not be used.
+        ``[B, N, H, D]``, or None if ``only_if_sound`` is set and the kernel may not be used.
     """
     guard = ""
     if only_if_sound:

@@ -119,7 +119,7 @@ def scan_gradient_kernel(
     for i in range(0, blocks):
         offset = tl.cast(i, tl.int64) * WIDTH + columns
         new = tl.load(table + FIRST * blocks + i) == i
-        # slope is Q(i): it needs P(i - 1), so it is updated before the state
+        # slope is Q(i) and state is P(i - 1), which Q(i) needs: update slope first
         slope = tl.where(new, 0.0, (slope + state) * fade[:, None])
         state = tl.where(new, 0.0, state * fade[:, None])
         if INCLUSIVE:  # at distance 0, where the decay has no effect

@@ -49,8 +49,8 @@ def carry_kernel(
     exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
-    ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. A program
-    handles ``COLUMNS`` numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS))``.
+    ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. A program handles ``COLUMNS``
+    numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS))``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)

@@ -120,14 +120,14 @@ def summaries_kernel(
                 wide *= by_term[:, None]
             normalizer += tl.sum(wide, 0)
 
-    if CAUSAL:  # a zero coefficient times a sum that overflowed must be zero: see mhla_kernels.finite
+    if CAUSAL:  # a zero coefficient times an overflowed sum must be zero (see mhla_kernels.finite)
         total = tl.where(tl.abs(total) <= LARGEST, total, tl.where(total < 0, -LARGEST, LARGEST))
         normalizer = tl.where(tl.abs(normalizer) <= LARGEST, normalizer, tl.where(normalizer < 0, -LARGEST, LARGEST))
     summary += place * (KEY_WIDTH * VALUE_WIDTH + KEY_WIDTH)
     offset = keys[:, None] * VALUE_WIDTH + values[None, :]
     inside = (keys < KEY_WIDTH)[:, None] & (values < VALUE_WIDTH)[None, :]
     tl.store(summary + offset, round_to(total, summary.dtype.element_ty), mask=inside)
-    if part % value_parts == 0:  # z does not depend on the values: the first of the value parts stores it
+    if part % value_parts == 0:  # z does not depend on the values, so one program for each part of the keys stores it
         offset_of_z = summary + KEY_WIDTH * VALUE_WIDTH + keys
         tl.store(offset_of_z, round_to(normalizer, summary.dtype.element_ty), mask=keys < KEY_WIDTH)
 
@@ -210,7 +210,7 @@ def summarize(
     )  # fmt: skip
     if pieces == 1:
         return summary, None
-    if call.block_causal and not reverse:  # sums of pieces that overflowed may cancel
+    if call.block_causal and not reverse:  # overflowed sums of two pieces could cancel, so the overflow is noted first
         overflowed = are_overflowed(summary).view(call.rows, blocks, pieces).any(-1)
     total = call.q.new_empty(call.rows, blocks, width, dtype=torch.float32)
     columns = 1024
@@ -223,12 +223,12 @@ def summarize(
 
 
 def are_overflowed(summary: Tensor) -> Tensor:
-    """Return for each block whether one of its sums has overflowed, which a causal call replaces by a large finite number.
+    """Return for each block whether one of its sums has overflowed. Causal calls replace such sums by large finite numbers.
 
     Args:
         summary: summaries with W numbers each, ``[..., W]``.
 
     Returns:
-        Mask of blocks, ``[...]`` bool.
+        ``[...]`` bool, True for blocks with an overflowed sum.
     """
     return torch.linalg.vector_norm(summary, torch.inf, -1) >= _LARGEST

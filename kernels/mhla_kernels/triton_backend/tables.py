@@ -176,7 +176,7 @@ def token_rows(device: torch.device, tables: BlockTables) -> Tensor:
     """Return for each token the row of its block in the mixing matrix, ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
-    # unused blocks start behind the last token, so that the starts rise and the search ends before these blocks
+    # unused blocks get the number of tokens as their start, so that the starts are sorted and no search ends in such a block
     used_start = torch.where(end > start, start, tables.tokens).contiguous()
     block = torch.searchsorted(used_start, token, right=True) - 1
     return tables.table[ROW][block].contiguous()

@@ -18,7 +18,7 @@ CONFIG = ROOT / "configs/diffusion/digits.yaml"
 
 
 def tiny_dit(kind: str = "mhla", sample_size: int = 8, channels: int = 4, **options: Any) -> DiT:
-    """Build a small DiT whose output and gates are not zero, unlike at the start of training."""
+    """Build a small DiT with nonzero outputs and gates, which are zero in a new DiT."""
     attention = AttentionConfig(kind=kind, block_grid=[2, 2], **options.pop("attention", {}))
     sizes = {"dim": 16, "depth": 2, "heads": 2, "patch_size": 2, **options}
     torch.manual_seed(1)

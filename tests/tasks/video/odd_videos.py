@@ -46,7 +46,7 @@ def written(container: str, muxer: dict[str, str] | None) -> Iterator[tuple[Any,
 
 
 def picture(height: int = 64, width: int = 96, seed: int = 0) -> np.ndarray:
-    """Colored squares ``[H, W, 3]`` without any symmetry."""
+    """Return a picture of colored squares, ``[H, W, 3]``, without any symmetry."""
     colours = np.random.default_rng(seed).integers(0, 256, (height // 8 + 1, width // 8 + 1, 3))
     return np.kron(colours, np.ones((8, 8, 1)))[:height, :width].astype(np.uint8)
 
@@ -131,8 +131,8 @@ def remuxed(video: bytes, shift: int = 0, sound: bool = False, muxer: dict[str, 
 
     Args:
         video: bytes of the file.
-        shift: number of frames by which all are shown later, or earlier if negative.
-        sound: whether to add a track of sound, which begins at 0, before the video.
+        shift: number of frames by which all frames are shown later, or earlier if negative.
+        sound: whether to add a sound track before the video track; it begins at time 0.
         muxer: options of the container.
     """
     with av.open(io.BytesIO(video)) as given, written("mp4", muxer) as (out, data):

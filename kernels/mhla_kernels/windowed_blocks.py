@@ -1,0 +1,63 @@
+"""Tensors of windowed attention in blocks.
+
+Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mhla_kernels.blocks import BlockPartition
+from mhla_kernels.finite import finite_
+
+
+class InBlocks(NamedTuple):
+    """Tensors of windowed attention in M blocks of C slots, each of which holds a token or zeros.
+
+    Attributes:
+        q: queries, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``.
+        k: keys, ``[B, H, M, C, Dk]``.
+        v: values, ``[B, H, M, C, V]``.
+        f: features of the queries, ``[B, H, M, C, K]``.
+        g: features of the keys, ``[B, H, M, C, K]``.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
+        visible: ``[B, M, C]`` bool, True for slots with a token that may be attended to.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    f: Tensor
+    g: Tensor
+    far: Tensor
+    visible: Tensor
+
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor], real: Tensor, blocks: BlockPartition) -> InBlocks:
+        """Arrange q, k, v, f, g and far, ``[B, N, H, ...]`` each, and the mask of tokens ``[B, N]`` in blocks."""
+        visible = blocks.split(real[..., None, None].to(tokens[0].dtype))[:, 0, ..., 0] > 0
+        q, k, v, f, g, far = map(blocks.split, tokens)
+        return cls(q, k, v, f, g, far, visible)
+
+    def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
+        """Return the tensors with sinks hidden and their features zero, because every query reads sinks separately.
+
+        Args:
+            is_first: ``[M]`` bool, True for blocks that begin a sequence.
+            sinks: number of sinks.
+        """
+        if not sinks:
+            return self
+        is_sink = is_first[:, None] & (torch.arange(self.q.shape[-2], device=self.q.device) < sinks)
+        return self._replace(g=self.g.masked_fill(is_sink[..., None], 0), visible=self.visible & ~is_sink)
+
+    @property
+    def sums(self) -> Tensor:
+        """Summary of each block, ``[B, H, M, K, V + 1]``: V sums of weighted values and the sum of weights by feature."""
+        # in one product with a column of ones; features in slots without a token are zero
+        return finite_(self.g.transpose(-1, -2) @ F.pad(self.v, (0, 1), value=1.0))
