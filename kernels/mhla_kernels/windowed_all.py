@@ -79,7 +79,7 @@ def attend_all(
         far = weigh_pairs(tokens, matrix, near) if forms.far else window.far(tokens, real)
         return attend_near(tokens, real, near, far)
 
-    if len(q) == 1 or not is_cpu or is_traced():
+    if not is_cpu or is_traced() or len(q) == 1:
         return run(tokens, real)
     numbers = layout.tokens**2 if forms.far else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
     count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))

@@ -16,6 +16,7 @@ from mhla_kernels.blocks import TokenBlocks
 from mhla_kernels.forms.later import hide_later
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
+from mhla_kernels.torch_private import is_traced
 
 PART = 2 * 2**20
 """Bytes of scores that are held at once on a CPU, which fit into the cache of one of its cores."""
@@ -52,7 +53,7 @@ def parallel(
         pairs_NJ = pairs_NJ * (queries.sequence[:, None] == keys.sequence)
     order = queries.order if weighting.causal == "block" else None
     batch, rows, heads, _ = q_BNHK.shape
-    if q_BNHK.device.type != "cpu" or torch.compiler.is_compiling() or batch == 1:
+    if q_BNHK.device.type != "cpu" or is_traced() or batch == 1:
         return _attend(q_BNHK, k_BJHK, v_BJHV, pairs_NJ, weighting, order)
     count = max(1, PART // max(1, heads * rows * k_BJHK.shape[1] * q_BNHK.element_size()))
     parts = zip(q_BNHK.split(count), k_BJHK.split(count), v_BJHV.split(count), strict=True)
