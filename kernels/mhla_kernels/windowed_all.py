@@ -62,16 +62,14 @@ def attend_all(
     matrix = matrix[..., : blocks.blocks, : blocks.blocks]
     near = _are_near(axes, lead, q.device)
     window = Window(matrix.masked_fill(near, 0), blocks, axes, lead, sinks)
-    # measured on CPUs only; there, scores of all rows are not held at once
-    is_cpu = q.device.type == "cpu"
-    forms = (
-        cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1]) if is_cpu else Forms(near=False, far=False)
-    )
-    block = layout.token_blocks(q.device).block
+    is_cpu, forms = q.device.type == "cpu", Forms(near=False, far=False)
+    if is_cpu:  # costs were measured there, and scores of all rows are not held at once
+        forms = cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1])
     if forms.near:
+        block = layout.token_blocks(q.device).block
         near = near_pairs(near, block, sinks)
-    if forms.far:
-        matrix = matrix.index_select(-2, block).index_select(-1, block)
+        if forms.far:
+            matrix = matrix.index_select(-2, block).index_select(-1, block)
 
     def run(tokens: Sequence[Tensor], real: Tensor) -> Tensor:
         if not forms.near:
