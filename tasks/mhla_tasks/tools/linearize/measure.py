@@ -280,5 +280,6 @@ def load_networks(source: PretrainedSource, target: Path) -> dict[str, Any]:
     if source.domain == "language":
         original = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, trust_remote_code=False)
     else:
-        original = load_encoder(source.path)
+        with quiet():
+            original = load_encoder(source.path)
     return {"original": original.eval(), "linearized": load_swapped(target, torch.float32).eval()}

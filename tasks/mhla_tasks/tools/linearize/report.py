@@ -126,7 +126,11 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else rounded(0.0 if abs(value) < ROUNDED else value)
+    return "" if value is None else rounded(_exact(value))
+
+
+def _exact(value: float) -> float:
+    return 0.0 if abs(value) < ROUNDED else value
 
 
 def _positions(results: Mapping[str, Any]) -> str:
@@ -151,7 +155,7 @@ def _curves(results: Mapping[str, Any]) -> str:
     for title, names in panels_of(curves).items():
         original = results["original"].get(f"val/{title}")
         lines = [Curve(name.split("/")[0], curves[name]) for name in names]
-        plots.append(plot(title, lines, None if original is None else (ORIGINAL, original)))
+        plots.append(plot(title, lines, None if original is None else (ORIGINAL, _exact(original))))
     return f'<h2>Training</h2><div class="curves">{"".join(plots)}</div>' if plots else ""
 
 
@@ -176,6 +180,7 @@ def _speed(source: PretrainedSource, work: Path, results: Mapping[str, Any]) -> 
     axis.set_xlabel(unit)
     axis.set_ylabel("seconds of a forward pass")
     axis.set_xscale("log", base=2)
+    axis.set_xticks(list(speed), [f"{length:,}" for length in speed])
     axis.set_yscale("log")
     axis.grid(alpha=0.3)
     axis.legend()
