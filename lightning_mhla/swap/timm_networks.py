@@ -71,7 +71,7 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
         ValueError: if timm cannot build the model or publishes no weights of it, or its attention cannot be replaced.
     """
     import timm
-    from timm.models import filter_pretrained_cfg, load_model_config_from_hf
+    from timm import models as timm_models  # executes timm, whose import the command line defers
 
     name, model_args = str(timm_name(pretrained)), {}
     register()  # the architecture of folders of swapped models
@@ -81,7 +81,7 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
             raise FileNotFoundError(f"{pretrained} has no weights (model.safetensors or pytorch_model.bin)")
     elif name.startswith("hf-hub:"):
         try:
-            model_args = dict(load_model_config_from_hf(name.removeprefix("hf-hub:"))[2])
+            model_args = dict(timm_models.load_model_config_from_hf(name.removeprefix("hf-hub:"))[2])
         except (OSError, *BROKEN) as error:
             raise FileNotFoundError(
                 f"{pretrained} is not a folder, and timm cannot read it from the hub ({reason(error)})"
@@ -107,7 +107,9 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
             **{key: value for key, value in options.items() if not key.endswith("drop_rate")},
             "dynamic_img_size": True,
         },
-        "pretrained_cfg": {key: value for key, value in filter_pretrained_cfg(facts).items() if key not in LOCATION},
+        "pretrained_cfg": {
+            key: value for key, value in timm_models.filter_pretrained_cfg(facts).items() if key not in LOCATION
+        },
     }
     plain: dict[str, Any] = json.loads(json.dumps(description))
     build_timm(plain, "meta")
