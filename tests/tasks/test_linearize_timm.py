@@ -14,6 +14,8 @@ import pytest
 import timm
 import torch
 import yaml
+from mhla_tasks.classification import ImageNetShards
+from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.encoder import LinearizedImageEncoder
 from mhla_tasks.tools.export import load_trained
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
@@ -129,6 +131,21 @@ def test_size_and_normalization_are_timms(tmp_path: Path) -> None:
     assert image_side("timm:vit_small_patch14_dinov2.lvd142m") == 518
 
 
+def test_images_are_normalized_as_the_data_says(tmp_path: Path) -> None:
+    for stage in ("train", "val"):
+        (tmp_path / stage / "white").mkdir(parents=True)
+        Image.new("RGB", (40, 40), (255, 255, 255)).save(tmp_path / stage / "white/0.png")
+    plain = AugmentConfig(auto_augment=None, color_jitter=0.0, random_erasing=0.0)
+    folders = {stage: str(tmp_path / stage) for stage in ("train", "val")}
+    options: dict[str, Any] = {**folders, "batch_size": 1, "num_workers": 0, "image_size": 32, "augment": plain}
+    data = ImageNetShards(**options, mean=(0.5, 0.5, 0.5), std=(0.25, 0.5, 1.0))
+    for stage in ("train", "validate"):
+        image = data.source(stage)[0]["image"]
+        torch.testing.assert_close(image, torch.tensor([2.0, 1.0, 0.5])[:, None, None].expand(3, 32, 32))
+    with pytest.raises(ValueError, match="one value for each of 3 colors"):
+        ImageNetShards(**options, mean=(0.5, 0.5))
+
+
 @pytest.mark.parametrize(
     ("kind", "bin_file", "keep"), [("classifier with registers", False, "0.5"), ("distilled", True, "0")], ids=str
 )
@@ -145,7 +162,8 @@ def test_from_a_folder_to_an_export_in_another_process(kind: str, bin_file: bool
     assert done.returncode == 0, done.stderr[-3000:]
     work = tmp_path / "out-work"
     data = yaml.safe_load((work / "tuning.yaml").read_text())["data"]["init_args"]
-    wanted = timm.data.resolve_data_config(model=original)
+    saved = json.loads((tmp_path / "vit/config.json").read_text())
+    wanted = timm.data.resolve_data_config(pretrained_cfg=saved["pretrained_cfg"])
     assert (data["image_size"], data["crop_share"]) == (56, wanted["crop_pct"])
     assert (data["mean"], data["std"]) == (list(wanted["mean"]), list(wanted["std"]))
     results = json.loads((work / "results.json").read_text())
