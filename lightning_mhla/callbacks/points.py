@@ -6,12 +6,11 @@ import textwrap
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from lightning import Trainer
 
 from lightning_mhla.system.figures import make_panels
-from lightning_mhla.system.numbers import rounded
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
@@ -96,11 +95,7 @@ def panels_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, li
     return {title: names for title, names in panels.items() if any(_moves(points[name]) for name in names)}
 
 
-def draw_curves(
-    points: Mapping[str, Sequence[tuple[int, float]]],
-    target: Path | BinaryIO,
-    originals: Mapping[str, float] | None = None,
-) -> bool:
+def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path) -> bool:
     """Plot the metrics of a run against the optimizer step as a PNG picture.
 
     Metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``, share a plot. A plot is left out
@@ -108,9 +103,7 @@ def draw_curves(
 
     Args:
         points: (step, value) pairs by the name of the metric, such as ``train/loss``.
-        target: path of the file to write, or a binary stream. The folder of the path is created if missing.
-        originals: scores of the model before its attention was replaced, by the name of the metric without its prefix. They are
-            drawn as dashed lines. None for no lines.
+        target: path of the file to write. Its folder is created if missing.
 
     Returns:
         True if a picture was written, or False if no metric changes.
@@ -129,16 +122,12 @@ def draw_curves(
                 marker=marker,
                 markersize=3,
             )
-        original = (originals or {}).get(title)
-        if original is not None:
-            axis.axhline(original, color="gray", linestyle="--", label=f"original {rounded(original)}")
         axis.set_title("\n".join(textwrap.wrap(title, 40)), parse_math=False)
         axis.set_xlabel("optimizer step")
         axis.grid(alpha=0.3)
-        if len(names) > 1 or original is not None:
+        if len(names) > 1:
             axis.legend()
-    if isinstance(target, Path):
-        target.parent.mkdir(parents=True, exist_ok=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110, format="png")
     return True
 

@@ -9,7 +9,7 @@ A description is a dict with these entries:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,18 +158,40 @@ def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> N
         FileNotFoundError: if there are no weights.
         ValueError: if the weights are from a different model.
     """
-    trained, local = read_trained(pretrained), Path(pretrained)
-    weights: Mapping[str, Tensor]
-    if trained is not None:
-        weights = trained.weights
-    elif is_swapped(local):
-        weights = load_swapped(local, torch.float32).state_dict()
-    else:
-        weights = auto_class.from_pretrained(pretrained, dtype=torch.float32, trust_remote_code=False).state_dict()
-    replaced = {name.partition(NEW)[0] for name in network.state_dict() if NEW in name}
-    weights = {name: value for name, value in weights.items() if NEW not in name or name.partition(NEW)[0] in replaced}
+
+    def read(path: str) -> Mapping[str, Tensor]:
+        return auto_class.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).state_dict()
+
+    weights = source_weights(network, pretrained, read)
     give_weights(network, weights, pretrained, tuple(network.all_tied_weights_keys or ()))
     network.tie_weights()
+
+
+def source_weights(
+    network: nn.Module, pretrained: str, read_original: Callable[[str], Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Read pretrained weights for a model, some of whose attention layers may have been replaced.
+
+    Weights of new attention are left out for layers that keep their original attention in ``network``.
+
+    Args:
+        network: model to which the weights will be given.
+        pretrained: path or name of the weights: a checkpoint, a run's folder, an exported folder, or what ``read_original``
+            takes.
+        read_original: function that reads the weights of a model with its original attention, by its path or name.
+
+    Returns:
+        Weights by name.
+    """
+    weights: Mapping[str, Tensor]
+    if (trained := read_trained(pretrained)) is not None:
+        weights = trained.weights
+    elif is_swapped(pretrained):
+        weights = load_swapped(pretrained, torch.float32).state_dict()
+    else:
+        weights = read_original(pretrained)
+    replaced = {name.partition(NEW)[0] for name in network.state_dict() if NEW in name}
+    return {name: value for name, value in weights.items() if NEW not in name or name.partition(NEW)[0] in replaced}
 
 
 def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:

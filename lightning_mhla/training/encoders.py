@@ -11,27 +11,26 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchmetrics import MeanMetric
-from transformers import AutoModel, PreTrainedModel
 from typing_extensions import override
 
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
-from lightning_mhla.swap.networks import build_configuration, load_source, read_description, repeated_layers
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.training.encoder_libraries import describe_encoder, library_of, load_encoder
 from lightning_mhla.training.linearize import Linearization, ScoringHost
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.neighbors import EmbeddingPairs
 from lightning_mhla.training.options import TrainingOptions
 
-Pooling = Literal["mean", "first"]
+Pooling = Literal["mean", "first", "head"]
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class EncoderDistillation:
 
 
 class LinearizedEncoder(TrainingModule):
-    """Base class of modules that train an encoder from the transformers library, after its attention was replaced.
+    """Base class of modules that train an encoder of transformers or timm, after its attention was replaced.
 
     The encoder learns to match the original one.
 
@@ -78,8 +77,9 @@ class LinearizedEncoder(TrainingModule):
 
     Args:
         distillation: teacher, and weights of the distances from it.
-        pooling: which vector is the embedding of a sample: ``"mean"``, the mean of its token vectors without padding, or
-            ``"first"``, the vector of its first token.
+        pooling: which vector is the embedding of a sample: ``"mean"``, the mean of its token vectors without padding,
+            ``"first"``, the vector of its first token, or ``"head"``, the vector that an encoder of timm passes to its
+            classifier.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
@@ -87,8 +87,8 @@ class LinearizedEncoder(TrainingModule):
 
     def __init__(self, distillation: EncoderDistillation, pooling: Pooling, training: TrainingOptions) -> None:
         super().__init__(training)
-        if pooling not in ("mean", "first"):
-            raise ValueError(f"pooling={pooling!r} is neither 'mean' nor 'first'")
+        if pooling not in get_args(Pooling):
+            raise ValueError(f"pooling={pooling!r} is not one of {', '.join(get_args(Pooling))}")
         self.distillation, self.pooling = as_dataclass(EncoderDistillation, distillation), pooling
         encode: Callable[..., Any] = self.encode
         self.linearization = Linearization(self.distillation, ScoringHost("train/loss", encode, encode))
@@ -112,29 +112,33 @@ class LinearizedEncoder(TrainingModule):
             layer_kinds: ``keep`` or ``replace`` for each layer, repeated to the depth; None to replace all layers.
             train: part of the parameters that is trained after the first ``distillation.layer_steps`` steps.
             lora: rank and alpha of the adapters for ``train="lora"``.
-            network: description of the encoder, see :mod:`lightning_mhla.swap.networks`; None to read it from ``pretrained``.
+            network: description of the encoder, see :func:`describe_encoder`; None to read it from ``pretrained``.
 
         Raises:
-            ValueError: if the encoder is not named, transformers has no such encoder, or its attention cannot be replaced.
+            FileNotFoundError: if there is no such encoder.
+            ValueError: if the encoder is not named, its library cannot build it, or its attention cannot be replaced.
         """
         if network is None:
             if pretrained is None:
                 raise ValueError("name the encoder to linearize: --model.pretrained=FOLDER_OR_NAME")
-            network = read_description(pretrained)
+            network = describe_encoder(pretrained)
         for saved in saved_hyperparameters(self):
             saved["network"] = network
             # The options of text and image encoders have the same names, so a checkpoint must name its class.
             saved.setdefault("_class_path", f"{type(self).__module__}.{type(self).__name__}")
         keep_plain(self)
         self._pretrained = pretrained
-        self.network = _build(network)
+        self.library = library_of(network)
+        self.network = self.library.build(network)
+        if self.pooling == "head":
+            self.library.head(self.network)  # raises an error if there is none
         swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
         for name, parameter in self.network.named_parameters():
-            if name.startswith("pooler.") or name.endswith("mask_token"):
+            if name.startswith(self.library.unused) or name.endswith("mask_token"):
                 parameter.requires_grad_(False)
         if self.training_options.checkpointing:
-            self.network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.library.recompute(self.network)
         stages = ("val", "test")
         self.pairs = nn.ModuleDict({stage: EmbeddingPairs() for stage in stages})
         self.means = nn.ModuleDict(
@@ -146,12 +150,12 @@ class LinearizedEncoder(TrainingModule):
 
     @override
     def layers(self) -> list[nn.Module]:
-        return repeated_layers(self.network)
+        return self.library.layers(self.network)
 
     @override
     def configure_model(self) -> None:
         if self._pretrained is not None:
-            load_source(self.network, self._pretrained, AutoModel)
+            self.library.load(self.network, self._pretrained)
             self._pretrained = None
         super().configure_model()
 
@@ -167,12 +171,6 @@ class LinearizedEncoder(TrainingModule):
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
         """Return the mask of non-padding tokens, ``[B, N]`` bool, of a batch; None if no token is padding."""
 
-    def read_teacher(self, path: str) -> nn.Module:
-        """Load the encoder with its original attention from the path or name ``path``."""
-        teacher = _build(read_description(path))
-        load_source(teacher, path, AutoModel)
-        return teacher
-
     def embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         """Compute the embeddings of samples, ``[B, dim]``, from their token vectors.
 
@@ -182,6 +180,8 @@ class LinearizedEncoder(TrainingModule):
         """
         if self.pooling == "first":
             return vectors[:, 0]
+        if self.pooling == "head":  # its weights are frozen, so they are those of the teacher
+            return self.library.head(self.network)(vectors)
         if mask is None:
             return vectors.mean(1)
         weights = mask[..., None].to(vectors.dtype)
@@ -211,7 +211,7 @@ class LinearizedEncoder(TrainingModule):
                 "--model.distillation.teacher"
             )
         if not self.linearization.has_teacher:
-            self.linearization.start(self, self.read_teacher)
+            self.linearization.start(self, load_encoder)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the loss of a batch for the current stage, as a scalar.
@@ -292,20 +292,3 @@ class LinearizedEncoder(TrainingModule):
         if pairs.update_count:  # every process has the same number of batches
             self.log_dict({f"{stage}/{name}": value.to(self.device) for name, value in pairs.compute().items()})
         pairs.reset()
-
-
-def _build(network: dict[str, Any]) -> PreTrainedModel:
-    """Build an encoder with random weights from its description, without dropout, which would blur the targets.
-
-    Raises:
-        ValueError: if transformers has no encoder for the configuration.
-    """
-    config = build_configuration(network)
-    for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "dropout_prob")) and isinstance(value, float):
-            setattr(config, name, 0.0)
-    try:
-        model: PreTrainedModel = AutoModel.from_config(config, trust_remote_code=False)
-    except ValueError as error:
-        raise ValueError(f"transformers has no encoder for {type(config).__name__}") from error
-    return model

@@ -279,8 +279,10 @@ def test_mistakes_are_told(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
         trainer(tmp_path, 1).validate(
             encoder(bert, distillation=EncoderDistillation()), passages(texts, bert), verbose=False
         )
-    with pytest.raises(ValueError, match="pooling='max' is neither 'mean' nor 'first'"):
+    with pytest.raises(ValueError, match="pooling='max' is not one of mean, first, head"):
         encoder(bert, pooling="max")
+    with pytest.raises(ValueError, match="pooling=head is for encoders of timm"):
+        encoder(bert, pooling="head")
     with pytest.raises(ValueError, match="must be positive"):
         EncoderDistillation(0, bert, 0.0, 0.0, 0.0)
     with pytest.raises(ValueError, match="length=256 is above the 128 tokens"):

@@ -121,6 +121,27 @@ def test_a_different_kind_of_attention_drops_the_options_of_the_former(
     assert "block_size" in attention, "other options stay"
 
 
+@pytest.mark.parametrize(
+    ("words", "kind", "expected"),
+    [
+        ([], "mhla_window", {"sinks": 1, "far_init": -2.0}),
+        (["--model.attention.block_size=8"], "mhla_window", {"sinks": 1, "far_init": -2.0}),
+        (["--model.attention.kind=mhla"], "mhla", None),
+        (["--model.attention={kind: gla, options: {direction: forward}}"], "gla", {"direction": "forward"}),
+    ],
+)
+def test_options_in_the_default_of_a_class_are_of_its_kind_alone(
+    capsys: pytest.CaptureFixture[str], words: list[str], kind: str, expected: Any
+) -> None:
+    model = ["--model=mhla_tasks.language.LinearizedTextEncoder", "--model.pretrained=a", *words]
+    data = ["--data=mhla_tasks.language.TextPassages", "--data.train=a", "--data.val=a", "--data.tokenizer=a"]
+    with pytest.raises(SystemExit) as stop:
+        main(["fit", *model, *data, "--print_config"])
+    assert stop.value.code == 0
+    attention = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]["attention"]
+    assert (attention["kind"], attention["options"]) == (kind, expected)
+
+
 def test_lists_are_replaced_or_appended_to_and_options_below_belong_to_the_last(tmp_path: Path) -> None:
     before = [each["class_path"] for each in options("--config", DIGITS)["trainer"]["callbacks"]]
     added = options(

@@ -17,7 +17,7 @@ from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.vision.preprocessing import Preprocessing
+from lightning_mhla.vision.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 
 class Digits(ResumableDataModule):
@@ -124,6 +124,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
         predict_dir: folder of images that the predict command classifies.
+        mean: values to subtract from pixels in [0, 1], one for each color. The default is that of ImageNet.
+        std: values by which pixels are divided after the subtraction, one for each color.
     """
 
     def __init__(
@@ -140,6 +142,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         seed: int | None = None,
         shards: ShardOptions = ShardOptions(),
         predict_dir: str | None = None,
+        mean: tuple[float, ...] = IMAGENET_MEAN,
+        std: tuple[float, ...] = IMAGENET_STD,
     ) -> None:
         super().__init__(batch_size, num_workers, seed, shards)
         self.num_classes = num_classes
@@ -147,9 +151,12 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         keep_plain(self)
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
+        for name, values in (("mean", mean), ("std", std)):
+            if len(values) not in (1, 3):
+                raise ValueError(f"{name}={list(values)} must have one value for each of 3 colors, or a single one")
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.channels = channels
-        self.image_size, self.crop_share = image_size, crop_share
+        self.image_size, self.crop_share, self.mean, self.std = image_size, crop_share, tuple(mean), tuple(std)
         self.augment = as_dataclass(AugmentConfig, augment)
         self.repeats = self.augment.repeats
         self.predict_dir = predict_dir
@@ -175,7 +182,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
     @property
     def preprocessing(self) -> Preprocessing:
         """Preprocessing of images in validation, test and prediction: resizing, central crop and normalization."""
-        return Preprocessing(self.image_size, channels=self.channels, crop_share=self.crop_share)
+        return Preprocessing(self.image_size, self.channels, self.crop_share, self.mean, self.std)
 
     def _transform(self, train: bool) -> Any:
         if not train:
@@ -196,6 +203,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
             scale=(self.augment.min_scale, 1.0),
             hflip=self.augment.horizontal_flip,
             interpolation=self.augment.interpolation,
+            mean=self.mean,
+            std=self.std,
         )
         # create_transform has no option for a different posterize operation, so it is replaced in each RandAugment step.
         for step in transform.transforms:

@@ -1,8 +1,7 @@
-"""Image encoders from the transformers library with replaced attention, trained to compute the original patch vectors."""
+"""Image encoders of transformers and timm with replaced attention, trained to compute the original patch vectors."""
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any
 
 from torch import Tensor
@@ -13,16 +12,21 @@ from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
 
-BIDIRECTIONAL = AttentionConfig(kind="mhla", block_grid=[4, 4], feature_map="learned")
-"""Default replacement of softmax attention: 4 x 4 blocks for an image of any size."""
+BIDIRECTIONAL = AttentionConfig(
+    kind="mhla_window", block_grid=[4, 4], feature_map="learned", options={"far_init": -2.0}
+)
+"""Default replacement of softmax attention: 4 x 4 blocks for an image of any size. Far patches start with a low weight."""
 
 
 class LinearizedImageEncoder(LinearizedEncoder):
-    """Image encoder from the transformers library (DINOv2, ViT, ...) with new attention, trained to match the original.
+    """Image encoder of transformers or timm (DINOv2, ViT, ...) with new attention, trained to match the original.
+
+    The pooling and the classifier of an encoder of timm are not trained, and are exported with it.
 
     Args:
-        pretrained: encoder to start from: a folder of transformers, a name on the Hugging Face Hub, or a checkpoint or run
-            folder of this class. Its weights are not read if --ckpt_path supplies them.
+        pretrained: encoder to start from: a folder of transformers or timm, a name on the Hugging Face Hub,
+            timm:ARCHITECTURE or timm:OWNER/NAME for an encoder of timm, or a checkpoint or run folder of this class. Its
+            weights are not read if --ckpt_path supplies them.
         attention: options of the new attention.
         layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
             the kind attention.kind. null replaces all layers.
@@ -32,7 +36,7 @@ class LinearizedImageEncoder(LinearizedEncoder):
         lora: rank and alpha of the adapters.
         distillation: teacher, and weights of the distances from it.
         pooling: vector that is the embedding of an image. first is the vector of the class token, mean the mean over the class
-            token and all patches.
+            token and all patches, head what an encoder of timm passes to its classifier.
         network: configuration of the encoder, which is read from pretrained; do not set it.
         training: optimizer, moving average of the weights, checkpointing and compilation.
     """
@@ -58,8 +62,7 @@ class LinearizedImageEncoder(LinearizedEncoder):
 
     @override
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
-        vectors: Tensor = network(pixel_values=inputs[0], **interpolation_options(network)).last_hidden_state
-        return vectors
+        return self.library.encode_images(network, inputs[0])
 
     @override
     def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
@@ -68,9 +71,3 @@ class LinearizedImageEncoder(LinearizedEncoder):
     @override
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
         return None
-
-
-def interpolation_options(network: Any) -> dict[str, bool]:
-    """Return the argument with which an image encoder accepts images of any size; empty if it accepts them without one."""
-    name = "interpolate_pos_encoding"
-    return {name: True} if name in signature(network.forward).parameters else {}

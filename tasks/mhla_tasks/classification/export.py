@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_mhla.data.classes import write_classes
-from lightning_mhla.swap import save_swapped
+from lightning_mhla.swap import SAVED, save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.untrusted import read_json
@@ -50,17 +50,21 @@ model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)"""
 def loading(module: Classifier | LinearizedImageEncoder) -> str:
     """Return the Python code that loads an exported model, for the model card.
 
-    The code contains the placeholder FOLDER instead of the path of the export. Unless the model is a timm model, it contains
+    The code contains the placeholder FOLDER instead of the path of the export. For classifiers of this package, it contains
     the placeholder NETWORK instead of the name of the network's class.
 
     Args:
         module: module that is exported.
     """
-    if not isinstance(module, Classifier):
-        return LOADING_ENCODER
-    if not isinstance(module, TimmClassifier):
+    if isinstance(module, Classifier) and not isinstance(module, TimmClassifier):
         return LOADING
-    return LOADING_SWAPPED if module.hparams["attention"] else LOADING_TIMM
+    if not _is_timm(module):
+        return LOADING_ENCODER
+    return LOADING_SWAPPED if hasattr(module.network, SAVED) else LOADING_TIMM
+
+
+def _is_timm(module: Classifier | LinearizedImageEncoder) -> bool:
+    return hasattr(module.network, "pretrained_cfg")
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -83,7 +87,10 @@ def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
     """
     if not isinstance(module, Classifier):
         merge_adapters(module.network)
-        module.network.save_pretrained(folder)
+        if _is_timm(module):  # what timm's configuration says about classes and images is still true
+            _write_timm(module.network, folder, module.network.pretrained_cfg.get("label_names"), None)
+        else:
+            module.network.save_pretrained(folder)
         return
     preprocessing = None if module.preprocessing is None else module.preprocessing.as_dict()
     if not isinstance(module, TimmClassifier):
@@ -94,14 +101,20 @@ def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
             "preprocessing": preprocessing,
         }
         write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
-    elif module.hparams["attention"]:
-        merge_adapters(module.network)
-        save_swapped(module.network, folder, label_names=module.class_names, data_config=_data_config(preprocessing))
     else:
-        from timm.models import save_for_hf  # imports all of timm's models
-
-        names = {"label_names": module.class_names}
-        save_for_hf(
-            module.network, str(folder), names, safe_serialization=True, data_config=_data_config(preprocessing)
-        )
+        merge_adapters(module.network)
+        _write_timm(module.network, folder, module.class_names, _data_config(preprocessing))
     write_classes(folder / "classes.txt", module.class_names)
+
+
+def _write_timm(
+    network: Any, folder: Path, class_names: Sequence[str] | None, data_config: Mapping[str, Any] | None
+) -> None:
+    """Write a timm model to a folder; see :func:`lightning_mhla.swap.save_swapped` for the arguments."""
+    if hasattr(network, SAVED):
+        save_swapped(network, folder, label_names=class_names, data_config=data_config)
+        return
+    from timm.models import save_for_hf  # imports all of timm's models
+
+    names = {"label_names": class_names} if class_names else {}
+    save_for_hf(network, str(folder), names, safe_serialization=True, data_config=data_config)

@@ -2,8 +2,9 @@
 
 Options are merged one by one; the value with the highest priority is used. In the result, arguments of a class are always below
 ``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes have
-are kept. If it chooses a different kind of attention, the ``options`` of the former kind are dropped. Lists, and mappings
-with arbitrary keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the last
+are kept. If it chooses a different kind of attention, the ``options`` of the former kind are dropped. A kind that is named
+without ``options`` has its own defaults, not the options in the default of the parameter. Lists, and mappings with arbitrary
+keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the last
 item in the list.
 """
 
@@ -179,8 +180,10 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
         return [*old[:-1], _put(old[-1], path, value, classes)]
     options = _as_options(old, classes)
     key, *remaining = path
-    if key == KIND and not remaining and AttentionConfig in classes and options.get(KIND, value) != value:
-        options.pop("options", None)  # they belong to the former kind
+    if key == KIND and not remaining and AttentionConfig in classes:
+        if options.get(KIND, value) != value:
+            options.pop("options", None)  # they belong to the former kind
+        options.setdefault("options", None)  # in place of those of the kind that is the default of the parameter
     if not classes:
         _put_argument(options, key, remaining, value, {})
         return options

@@ -17,8 +17,15 @@ from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEnco
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.tokenizer import PackedFiles, pack_tokenizer, unpack_tokenizer
 
-BIDIRECTIONAL = AttentionConfig(kind="mhla", block_size=16, mixing="exponential", feature_map="learned")
-"""Default replacement of softmax attention: exponential coefficients serve texts of any length."""
+BIDIRECTIONAL = AttentionConfig(
+    kind="mhla_window",
+    block_size=32,
+    mixing="exponential",
+    feature_map="learned",
+    options={"sinks": 1, "far_init": -2.0},
+)
+"""Default replacement of softmax attention: the first token is a sink, far tokens start with a low weight, and exponential
+coefficients serve texts of any length."""
 
 
 class LinearizedTextEncoder(LinearizedEncoder):

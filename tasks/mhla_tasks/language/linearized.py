@@ -31,8 +31,15 @@ from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
 
-WINDOW = AttentionConfig(kind="mhla_window", block_size=64, mixing="exponential", feature_map="learned")
-"""Default replacement of softmax attention."""
+WINDOW = AttentionConfig(
+    kind="mhla_window",
+    block_size=128,
+    mixing="exponential",
+    feature_map="learned",
+    options={"sinks": 4, "far_init": -4.0},
+)
+"""Default replacement of softmax attention. Sinks hold what models store in their first tokens. Features that are not trained
+yet are a bad approximation of far tokens, so these start with a low weight."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Settings that name special tokens."""

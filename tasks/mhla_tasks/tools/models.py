@@ -100,8 +100,9 @@ def linearize(parser: ArgumentParser) -> Run:
         lightning linearize sentence-transformers/all-MiniLM-L6-v2 minilm-linear --train train.jsonl --val val.jsonl
         lightning linearize facebook/dinov2-small dino-linear --train photos/train --val photos/val
 
-    The source is a causal language model or an encoder of texts or images of transformers: a folder, a name on the Hugging Face
-    Hub, a GGUF file, or an ONNX file of DINOv2. Two training runs follow each other: the first matches each new layer to the
+    The source is a causal language model or an encoder of texts or images of transformers, or an image encoder of timm: a
+    folder, a name on the Hugging Face Hub (of timm: timm:ARCHITECTURE, timm:OWNER/NAME or timm/NAME), a GGUF file, or an ONNX
+    file of DINOv2. Two training runs follow each other: the first matches each new layer to the
     original one, the second trains the complete model to predict what the original predicts. Layers whose replacement costs
     most keep softmax attention. The best state of the second run is exported.
 
@@ -109,7 +110,7 @@ def linearize(parser: ArgumentParser) -> Run:
     numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command continues.
     Runs, curves and report.html lie in the working folder, the model in the target folder.
     """
-    parser.add_argument("source", help="folder of transformers, .gguf or .onnx file, or name on the hub")
+    parser.add_argument("source", help="folder of transformers or timm, .gguf or .onnx file, or name on the hub")
     parser.add_argument("target", type=Path, help="folder for the linearized model")
     parser.add_argument("--train", nargs="+", required=True, help="files or folders of training data")
     parser.add_argument("--val", nargs="+", required=True, help="files or folders of held-out data")
@@ -120,7 +121,9 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers that keep softmax (default: 0.25)")
     parser.add_argument("--kind", default="mhla_window", help="kind of the new attention (default: mhla_window)")
     parser.add_argument(
-        "--length", type=int, help="tokens of a sample, or pixels of a side (default: 1024, 512; 224 pixels)"
+        "--length",
+        type=int,
+        help="tokens of a sample, or pixels of a side (default: 1024, 512; 224 pixels, or the size of timm's encoder)",
     )
     parser.add_argument("--batch_size", type=int, help="samples in a batch (default: 4 for text generation, else 16)")
     parser.add_argument(

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_mhla.swap import original_attention
+from lightning_mhla.training.encoder_libraries import TimmEncoders, TransformersEncoders, load_encoder
 from lightning_mhla.training.module import TrainingModule
-from mhla_tasks.classification.encoder import interpolation_options
 from mhla_tasks.commandline.trust import find_class
 from mhla_tasks.tools.linearize.source import PretrainedSource
 
@@ -41,7 +41,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
     "text": (64, 128, 256, 512, 1024, 2048),
     "image": (224, 336, 518, 756, 1022),
 }
-"""Lengths at which speed is measured: tokens, or pixels of an image's side."""
+"""Lengths at which speed is measured: tokens, or pixels of an image's side, which timm rounds down to complete patches."""
 
 CONTEXTS = (512, 2048, 4096)
 """Numbers of tokens before the tokens whose generation is measured."""
@@ -172,6 +172,11 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
     return batches
 
 
+def longest_sample(source: PretrainedSource, network: Any) -> int | None:
+    """Return the maximum number of tokens that a pretrained model allows; None for no limit, as for images."""
+    return None if source.domain == "image" else getattr(network.config, "max_position_embeddings", None)
+
+
 @torch.no_grad()
 def seconds_by_length(
     source: PretrainedSource, networks: Mapping[str, Any], longest: int | None
@@ -180,14 +185,15 @@ def seconds_by_length(
 
     Args:
         source: pretrained model, which determines the lengths and the inputs.
-        networks: models of transformers in evaluation mode, by name.
+        networks: models in evaluation mode, by name.
         longest: maximum length that the models allow; None for no limit.
 
     Returns:
         Seconds by length and by name of the model.
     """
     results: dict[int, dict[str, float]] = {}
-    for length in LENGTHS[source.domain]:
+    patch = 1 if source.images is None else source.images.patch
+    for length in (length - length % patch for length in LENGTHS[source.domain]):
         if longest is not None and length > longest:
             break
         times: dict[str, list[float]] = {name: [] for name in networks}
@@ -211,9 +217,8 @@ def seconds_by_length(
 
 def _forward(source: PretrainedSource, network: Any, length: int) -> None:
     if source.domain == "image":
-        network(
-            pixel_values=torch.zeros(1, network.config.num_channels, length, length), **interpolation_options(network)
-        )
+        library = TransformersEncoders() if source.images is None else TimmEncoders()
+        library.encode_images(network, torch.zeros(1, library.channels(network), length, length))
         return
     tokens = torch.arange(length)[None] % min(1000, network.config.vocab_size)
     call: Callable[..., Any] = network.base_model if source.domain == "language" else network
@@ -268,10 +273,13 @@ def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replac
 
 def load_networks(source: PretrainedSource, target: Path) -> dict[str, Any]:
     """Load the original and the exported model in float32, in evaluation mode, as ``original`` and ``linearized``."""
-    from transformers import AutoModel, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     from lightning_mhla import load_swapped
 
-    auto_class = AutoModelForCausalLM if source.domain == "language" else AutoModel
-    original = auto_class.from_pretrained(source.path, dtype=torch.float32, trust_remote_code=False)
+    if source.domain == "language":
+        original = AutoModelForCausalLM.from_pretrained(source.path, dtype=torch.float32, trust_remote_code=False)
+    else:
+        with quiet():
+            original = load_encoder(source.path)
     return {"original": original.eval(), "linearized": load_swapped(target, torch.float32).eval()}

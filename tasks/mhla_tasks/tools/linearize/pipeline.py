@@ -17,7 +17,7 @@ from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
-from mhla_tasks.tools.linearize.source import find_domain, open_source
+from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
 from mhla_tasks.tools.processes import run_command
 
 CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
@@ -208,11 +208,11 @@ class Pipeline:
             tokens = measure.held_out_tokens(self._matching(), POSITION_BATCHES)
             perplexity = {name: measure.by_position(network, tokens, bounds) for name, network in networks.items()}
             self._keep(positions={"bounds": bounds, **perplexity})
-        longest = getattr(networks["original"].config, "max_position_embeddings", None)
+        longest = measure.longest_sample(self.source, networks["original"])
         if self.source.domain == "language":
             generation = measure.generation_by_length(networks, longest)
             self._keep(generation={str(length): by_name for length, by_name in generation.items()})
-        seconds = measure.seconds_by_length(self.source, networks, longest if self.source.domain != "image" else None)
+        seconds = measure.seconds_by_length(self.source, networks, longest)
         self._keep(
             speed={str(length): by_name for length, by_name in seconds.items()},
             break_even=measure.break_even(seconds, "original", "linearized"),
@@ -265,7 +265,8 @@ def linearize(options: Any) -> None:
             "the data first"
         )
     typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
-    defaults = stages.DEFAULTS[find_domain(options.source)]
+    defaults = dict(stages.DEFAULTS[find_domain(options.source)])
+    defaults["length"] = image_side(options.source) or defaults["length"]
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import html
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.callbacks.markup import document, embedded
+from lightning_mhla.callbacks.markup import Curve, document, picture, plot
+from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.page import duration
-from lightning_mhla.callbacks.points import draw_curves
-from lightning_mhla.system.figures import make_panels
+from lightning_mhla.callbacks.points import panels_of
+from lightning_mhla.callbacks.stored_pictures import read_picture
+from lightning_mhla.system.figures import make_panels, save_figure
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.linearize.source import PretrainedSource
@@ -22,7 +23,18 @@ LOADING = """\
 from transformers import {class_name}{tokenizer}
 
 model = {class_name}.from_pretrained("{folder}", trust_remote_code=True)"""
-"""Python code that loads the exported model."""
+"""Python code that loads the exported model of transformers."""
+
+LOADING_TIMM = """\
+from lightning_mhla import load_swapped
+from timm.data import create_transform, resolve_data_config
+
+model = load_swapped("{folder}")
+transform = create_transform(**resolve_data_config(model=model))  # from an image of Pillow to the model's input
+vectors = model.forward_features(images)  # of class and register tokens and patches
+embeddings = model.forward_head(vectors, pre_logits=True)
+outputs = model(images)  # scores of the classes if the original has a classifier, otherwise the embeddings"""
+"""Python code that loads the exported model of timm."""
 
 MEANING = {
     "val/perplexity": "perplexity on held-out text; lower is better",
@@ -34,6 +46,9 @@ MEANING = {
     "val/loss": "loss on held-out data; lower is better",
 }
 """Metrics of the table, in its order, with what they say."""
+
+SPEED = "pictures/speed.png"
+"""Picture of the speed in the working folder."""
 
 ROUNDED = 1e-6
 """Numbers below are rounding errors of a distance of zero."""
@@ -50,23 +65,28 @@ def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, 
         results: results of all steps.
     """
     title = f"{source.name}, linearized"
-    class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
-    tokenizer = "" if source.domain == "image" else ", AutoTokenizer"
-    loading = LOADING.format(class_name=class_name, tokenizer=tokenizer, folder=target.name)
-    if tokenizer:
-        loading += f'\ntokenizer = AutoTokenizer.from_pretrained("{target.name}")'
     parts = [
         f"<h1>{html.escape(title)}</h1>",
         f'<p class="muted">{_summary(source, kind, results)}</p>',
         _quality(source, results),
         _positions(results),
         _curves(results),
-        _speed(source, results),
+        _speed(source, work, results),
         _generation(results),
         _layers(results),
-        f"<h2>Use it</h2><pre>{html.escape(loading)}</pre>",
+        f"<h2>Use it</h2><pre>{html.escape(_loading(source, target.name))}</pre>",
     ]
     write_whole(work / "report.html", document(title, "\n".join(part for part in parts if part)))
+
+
+def _loading(source: PretrainedSource, folder: str) -> str:
+    if source.images is not None:
+        return LOADING_TIMM.format(folder=folder)
+    class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
+    if source.domain == "image":
+        return LOADING.format(class_name=class_name, tokenizer="", folder=folder)
+    tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{folder}")'
+    return LOADING.format(class_name=class_name, tokenizer=", AutoTokenizer", folder=folder) + tokenizer
 
 
 def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> str:
@@ -106,7 +126,11 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else rounded(0.0 if abs(value) < ROUNDED else value)
+    return "" if value is None else rounded(_exact(value))
+
+
+def _exact(value: float) -> float:
+    return 0.0 if abs(value) < ROUNDED else value
 
 
 def _positions(results: Mapping[str, Any]) -> str:
@@ -120,22 +144,22 @@ def _positions(results: Mapping[str, Any]) -> str:
 
 
 def _curves(results: Mapping[str, Any]) -> str:
+    """Return plots of the metrics of both runs. Those of a metric share a plot, with the value of the original model."""
     curves = {
-        f"{stage}/{name.split('/', 1)[1]}": points
+        f"{stage}/{name.removeprefix('val/')}": [(step, value) for step, value in points if value is not None]
+        for name in MEANING
         for stage in ("matching", "tuning")
-        for name, points in results[stage]["curves"].items()
-        if name in MEANING
+        if (points := results[stage]["curves"].get(name))
     }
-    originals = {name.split("/", 1)[1]: value for name, value in results["original"].items() if name in MEANING}
-    picture = io.BytesIO()
-    return f"<h2>Training</h2>{_picture(picture)}" if draw_curves(curves, picture, originals) else ""
+    plots = []
+    for title, names in panels_of(curves).items():
+        original = results["original"].get(f"val/{title}")
+        lines = [Curve(name.split("/")[0], curves[name]) for name in names]
+        plots.append(plot(title, lines, None if original is None else (ORIGINAL, _exact(original))))
+    return f'<h2>Training</h2><div class="curves">{"".join(plots)}</div>' if plots else ""
 
 
-def _picture(content: io.BytesIO) -> str:
-    return f'<figure><img alt="" src="{embedded("image/png", content.getvalue())}"></figure>'
-
-
-def _speed(source: PretrainedSource, results: Mapping[str, Any]) -> str:
+def _speed(source: PretrainedSource, work: Path, results: Mapping[str, Any]) -> str:
     speed = {int(length): values for length, values in results["speed"].items()}
     if not speed:
         return ""
@@ -156,13 +180,16 @@ def _speed(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     axis.set_xlabel(unit)
     axis.set_ylabel("seconds of a forward pass")
     axis.set_xscale("log", base=2)
+    axis.set_xticks(list(speed), [f"{length:,}" for length in speed])
     axis.set_yscale("log")
     axis.grid(alpha=0.3)
     axis.legend()
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
+    save_figure(figure, work / SPEED, f"Seconds of a forward pass by {unit}")
+    stored = read_picture(work / SPEED)
+    assert stored is not None
+    drawing = picture(stored.description, stored.kind, stored.content, stored.width, stored.dark)
     table = _table([unit, "original, ms", "linearized, ms", "times as fast"], rows)
-    return f"<h2>Speed by length</h2><p>{verdict} One sample, float32, this machine.</p>{table}{_picture(picture)}"
+    return f"<h2>Speed by length</h2><p>{verdict} One sample, float32, this machine.</p>{table}{drawing}"
 
 
 def _generation(results: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Pretrained models to linearize: folders of transformers, names on the hub, and GGUF and ONNX files, which are converted."""
+"""Pretrained models to linearize: folders of transformers or timm, names on the hub, and GGUF and ONNX files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from lightning_mhla.swap import is_swapped
 from lightning_mhla.swap.networks import read_configuration
+from lightning_mhla.swap.timm_networks import build_timm, read_timm_description, timm_name
+from lightning_mhla.training.encoders import Pooling
+from lightning_mhla.vision.preprocessing import Preprocessing
 from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx
 
 Domain = Literal["language", "text", "image"]
@@ -18,33 +21,52 @@ CONVERTED = (".gguf", ".onnx")
 
 
 @dataclass(frozen=True)
-class PretrainedSource:
-    """Pretrained model of transformers.
+class TimmImages:
+    """Images that an encoder of timm takes.
 
     Attributes:
-        path: folder of the model, or its name on the Hugging Face Hub.
+        preprocessing: size and normalization of the images, according to timm's data configuration.
+        patch: side of a patch in pixels.
+        pooling: vector that is the embedding of an image.
+    """
+
+    preprocessing: Preprocessing
+    patch: int
+    pooling: Pooling
+
+
+@dataclass(frozen=True)
+class PretrainedSource:
+    """Pretrained model of transformers or timm.
+
+    Attributes:
+        path: folder of the model, or its name.
         domain: ``"language"`` for a causal language model, ``"text"`` or ``"image"`` for an encoder.
         depth: number of layers.
         name: what the user called it, without the folders before it.
+        images: images that an encoder of timm takes; None for a model of transformers.
     """
 
     path: str
     domain: Domain
     depth: int
     name: str
+    images: TimmImages | None = None
 
 
 def open_source(name: str, folder: Path) -> PretrainedSource:
     """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF or ONNX file.
 
     Args:
-        name: folder of transformers, name on the Hugging Face Hub, ``.gguf`` or ``.onnx`` file, or folder with one such file.
+        name: folder of transformers or timm, name on the Hugging Face Hub, name of an encoder of timm that begins with
+            ``timm:``, ``.gguf`` or ``.onnx`` file, or folder with one such file.
         folder: folder to write a converted model to; kept and used again if it exists.
 
     Raises:
         FileNotFoundError: if there is no such model.
         ModuleNotFoundError: if a package that reads the file is not installed.
-        ValueError: if the model is not a causal language model or an encoder of transformers, or is linearized already.
+        ValueError: if the model is not a causal language model or an encoder of transformers, or a vision transformer of timm,
+            or if it is linearized already.
     """
     title, file = Path(name).resolve().name if Path(name).exists() else name, _model_file(Path(name))
     if file is not None:
@@ -53,11 +75,38 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
         name = str(folder)
     if is_swapped(name):
         raise ValueError(f"{name} has replaced attention already; name the model that it was made from")
+    if timm_name(name) is not None:
+        return _open_timm(name, title)
     config = read_configuration(name)
     depth = getattr(config, "num_hidden_layers", None)
     if not isinstance(depth, int):
         raise ValueError(f"{name}: a {type(config).__name__} has no list of layers (num_hidden_layers)")
     return PretrainedSource(name, _domain(config, name), depth, title)
+
+
+def _open_timm(name: str, title: str) -> PretrainedSource:
+    """Open a vision transformer of timm."""
+    from timm import data as timm_data  # imports all of timm's models
+
+    model = build_timm(read_timm_description(name), "meta")
+    images = timm_data.resolve_data_config(model=model)
+    channels, *sides = images["input_size"]
+    crop, mean, std = images["crop_pct"], images["mean"], images["std"]
+    token: Pooling = "first" if model.num_prefix_tokens else "mean"
+    preprocessing = Preprocessing(min(sides), channels, crop, mean, std)
+    inputs = TimmImages(preprocessing, max(model.patch_embed.patch_size), "head" if model.global_pool else token)
+    return PretrainedSource(name, "image", len(model.blocks), title, inputs)
+
+
+def image_side(name: str) -> int | None:
+    """Return the side in pixels of the images that an encoder of timm was trained on; None for other models.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if timm cannot build the model, or its attention cannot be replaced.
+    """
+    images = None if timm_name(name) is None else _open_timm(name, name).images
+    return None if images is None else images.preprocessing.image_size
 
 
 def find_domain(name: str) -> Domain:
@@ -72,11 +121,11 @@ def find_domain(name: str) -> Domain:
     file = _model_file(Path(name))
     if file is not None:
         return "language" if file.suffix == ".gguf" else "image"
-    return _domain(read_configuration(name), name)
+    return "image" if timm_name(name) is not None else _domain(read_configuration(name), name)
 
 
 def _model_file(path: Path) -> Path | None:
-    """Return the GGUF or ONNX file that a path names or contains; None if it is a folder of transformers or no path."""
+    """Return the GGUF or ONNX file that a path names or contains; None if it is a different folder or no path."""
     if path.suffix in CONVERTED:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")

@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla import AttentionConfig
+from mhla_tasks.classification.encoder import BIDIRECTIONAL as IMAGES
+from mhla_tasks.language.encoder import BIDIRECTIONAL as TEXTS
+from mhla_tasks.language.linearized import WINDOW
 from mhla_tasks.tools.linearize.source import Domain, PretrainedSource
 
 MODULES: dict[Domain, str] = {
@@ -22,24 +26,20 @@ MONITORS: dict[Domain, tuple[str, str]] = {
 }
 """Metric that says how good a model is, and whether more (``max``) or less (``min``) of it is better."""
 
+ATTENTION: dict[Domain, AttentionConfig] = {"language": WINDOW, "text": TEXTS, "image": IMAGES}
+"""Default attention of the training modules."""
+
 DEFAULTS: dict[Domain, dict[str, Any]] = {
-    "language": {"length": 1024, "batch_size": 4, "block_size": 128, "match_lr": 0.03, "tune_lr": 1e-4},
-    "text": {"length": 512, "batch_size": 16, "block_size": 32, "match_lr": 0.01, "tune_lr": 5e-5},
+    "language": {"length": 1024, "batch_size": 4, "block_size": WINDOW.block_size, "match_lr": 0.03, "tune_lr": 1e-4},
+    "text": {"length": 512, "batch_size": 16, "block_size": TEXTS.block_size, "match_lr": 0.01, "tune_lr": 5e-5},
     "image": {"length": 224, "batch_size": 16, "block_size": 4, "match_lr": 0.01, "tune_lr": 1e-5},
 }
 """Defaults by kind of model.
 
-``length`` counts tokens, or the pixels of an image's side. ``block_size`` counts tokens, or the blocks along an image's side.
-``match_lr`` and ``tune_lr`` are the peak learning rates of the two runs.
+``length`` counts tokens, or the pixels of an image's side, for which encoders of timm have a default of their own.
+``block_size`` counts tokens, or the blocks along an image's side. ``match_lr`` and ``tune_lr`` are the peak learning rates of
+the two runs.
 """
-
-WINDOW: dict[Domain, dict[str, Any]] = {
-    "language": {"sinks": 4, "far_init": -4.0},
-    "text": {"sinks": 1, "far_init": -2.0},
-    "image": {"far_init": -2.0},
-}
-"""Options of ``mhla_window`` by kind of model: sinks hold what models store in their first tokens, and features that are not
-trained yet are a bad approximation of far tokens, so these start with a low weight."""
 
 MATCH_SHARE = 0.25
 """Share of the training time in which layers are matched one by one; the rest trains the model as a whole."""
@@ -102,7 +102,10 @@ def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> 
         options["val_passages"] = settings.val_batches * settings.batch_size
         name = "mhla_tasks.language.TextPassages"
     else:
-        options = {"train": settings.train, "val": settings.val, "image_size": settings.length}
+        options = {"train": settings.train, "val": settings.val}
+        if source.images is not None:
+            options |= source.images.preprocessing.as_dict()
+        options["image_size"] = settings.length
         options |= {name: paths[0] for name in ("train", "val") if len(paths := options[name]) == 1}  # a class folder
         name = "mhla_tasks.classification.ImageNetShards"
     return {"class_path": name, "init_args": {**options, "batch_size": settings.batch_size, "num_workers": 0}}
@@ -118,8 +121,8 @@ def attention_options(source: PretrainedSource, settings: Settings) -> dict[str,
             options["block_grid"] = [settings.block_size, settings.block_size]
         else:
             options |= {"block_size": settings.block_size, "mixing": "exponential"}
-    if settings.kind == "mhla_window":
-        options["options"] = dict(WINDOW[source.domain])
+    if settings.kind == (default := ATTENTION[source.domain]).kind:
+        options["options"] = dict(default.options or {})
     return options
 
 
@@ -170,6 +173,8 @@ def _model(source: PretrainedSource, settings: Settings, pretrained: str, layer_
     }
     if source.domain == "language":
         options["context"] = settings.length
+    if source.images is not None:
+        options["pooling"] = source.images.pooling
     return {"class_path": MODULES[source.domain], "init_args": options}
 
 

@@ -1,0 +1,186 @@
+"""Operations on encoders that depend on their library, transformers or timm: building, loading, and reading the vectors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import AutoModel
+from typing_extensions import override
+
+from lightning_mhla.swap.networks import build_configuration, load_source, read_description, repeated_layers
+from lightning_mhla.swap.timm_networks import build_timm, load_timm, read_timm_description, timm_name
+
+
+class EncoderLibrary(ABC):
+    """Operations on the encoders of one library.
+
+    Attributes:
+        unused: beginnings of the names of parameters that do not contribute to the token vectors.
+    """
+
+    unused: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def build(self, network: dict[str, Any]) -> Any:
+        """Build an encoder with random weights from its description, without dropout, which would blur the targets.
+
+        Raises:
+            ValueError: if the library has no encoder for the description.
+        """
+
+    @abstractmethod
+    def load(self, model: Any, pretrained: str) -> None:
+        """Load weights into an encoder, some of whose attention layers may have been replaced.
+
+        Args:
+            model: encoder to load the weights into.
+            pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of the encoder.
+
+        Raises:
+            FileNotFoundError: if there are no weights.
+            ValueError: if the weights are from a different model.
+        """
+
+    @abstractmethod
+    def layers(self, model: Any) -> list[nn.Module]:
+        """Return the layers of an encoder, from the first to the last."""
+
+    @abstractmethod
+    def recompute(self, model: Any) -> None:
+        """Make an encoder recompute its layers in the backward pass, which saves memory."""
+
+    @abstractmethod
+    def encode_images(self, model: Any, images: Tensor) -> Tensor:
+        """Compute the token vectors ``[B, N, dim]`` of images ``[B, channels, height, width]``.
+
+        Raises:
+            ValueError: if the encoder does not take images of this size.
+        """
+
+    @abstractmethod
+    def channels(self, model: Any) -> int:
+        """Return the number of channels of an image encoder's images."""
+
+    def head(self, model: Any) -> Callable[[Tensor], Tensor]:
+        """Return the function from token vectors ``[B, N, dim]`` to the vector ``[B, dim]`` that an encoder's classifier reads.
+
+        Raises:
+            ValueError: if the encoder has no such vector.
+        """
+        raise ValueError("pooling=head is for encoders of timm; those of transformers have first and mean")
+
+
+class TransformersEncoders(EncoderLibrary):
+    """Operations on the encoders of transformers."""
+
+    unused = ("pooler.",)
+
+    @override
+    def build(self, network: dict[str, Any]) -> Any:
+        config = build_configuration(network)
+        for name, value in config.to_dict().items():
+            if name.endswith(("dropout", "dropout_prob")) and isinstance(value, float):
+                setattr(config, name, 0.0)
+        try:
+            return AutoModel.from_config(config, trust_remote_code=False)
+        except ValueError as error:
+            raise ValueError(f"transformers has no encoder for {type(config).__name__}") from error
+
+    @override
+    def load(self, model: Any, pretrained: str) -> None:
+        load_source(model, pretrained, AutoModel)
+
+    @override
+    def layers(self, model: Any) -> list[nn.Module]:
+        return repeated_layers(model)
+
+    @override
+    def recompute(self, model: Any) -> None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    @override
+    def encode_images(self, model: Any, images: Tensor) -> Tensor:
+        # ViT takes images of a different size only with this argument, which DINOv2 does not have.
+        name = "interpolate_pos_encoding"
+        options = {name: True} if name in signature(model.forward).parameters else {}
+        vectors: Tensor = model(pixel_values=images, **options).last_hidden_state
+        return vectors
+
+    @override
+    def channels(self, model: Any) -> int:
+        return int(model.config.num_channels)
+
+
+class TimmEncoders(EncoderLibrary):
+    """Operations on the vision transformers of timm. Their pooling and their classifier keep the original weights."""
+
+    unused = ("head.", "head_dist.", "fc_norm.", "attn_pool.")
+
+    @override
+    def build(self, network: dict[str, Any]) -> Any:
+        return build_timm(network)
+
+    @override
+    def load(self, model: Any, pretrained: str) -> None:
+        load_timm(model, pretrained)
+
+    @override
+    def layers(self, model: Any) -> list[nn.Module]:
+        return list(model.blocks)
+
+    @override
+    def recompute(self, model: Any) -> None:
+        model.set_grad_checkpointing(True)
+
+    @override
+    def encode_images(self, model: Any, images: Tensor) -> Tensor:
+        patch, sides = model.patch_embed.patch_size, images.shape[-2:]
+        if any(side % length for side, length in zip(sides, patch, strict=True)):
+            raise ValueError(
+                f"images of {sides[0]} x {sides[1]} pixels are not divided into patches of {patch[0]} x {patch[1]}; choose a "
+                "multiple of the patch size"
+            )
+        vectors: Tensor = model.forward_features(images)
+        return vectors
+
+    @override
+    def channels(self, model: Any) -> int:
+        return int(model.patch_embed.proj.in_channels)
+
+    @override
+    def head(self, model: Any) -> Callable[[Tensor], Tensor]:
+        if not model.global_pool:
+            raise ValueError("the encoder has no pooling (global_pool); set pooling=first or pooling=mean")
+        dtype = next(model.parameters()).dtype
+        return lambda vectors: model.forward_head(vectors.to(dtype), pre_logits=True).to(vectors.dtype)
+
+
+def library_of(network: Mapping[str, Any]) -> EncoderLibrary:
+    """Return the library of the encoder that a description is of."""
+    return TimmEncoders() if "architecture" in network else TransformersEncoders()
+
+
+def describe_encoder(pretrained: str) -> dict[str, Any]:
+    """Read the description of an encoder, see :mod:`lightning_mhla.swap.networks` and :mod:`lightning_mhla.swap.timm_networks`.
+
+    Args:
+        pretrained: path of a checkpoint, of a run's folder, or of a folder of transformers or timm, or the encoder's name.
+
+    Raises:
+        FileNotFoundError: if there is no such encoder.
+        ValueError: if the path holds a model of another kind, or a model that cannot be trained.
+    """
+    return read_description(pretrained) if timm_name(pretrained) is None else read_timm_description(pretrained)
+
+
+def load_encoder(pretrained: str) -> Any:
+    """Load an encoder in float32 from the path or name that :func:`describe_encoder` takes."""
+    network = describe_encoder(pretrained)
+    library = library_of(network)
+    model = library.build(network)
+    library.load(model, pretrained)
+    return model
