@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -140,7 +141,11 @@ def test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_expo
     assert all(torch.equal(exported[name], weights[f"network.{name}"]) for name in learned)
 
 
-def test_killed_and_called_again_it_ends_with_the_same_weights(texts: MiniTexts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_killed_and_called_again_it_ends_with_the_same_weights(
+    number: signal.Signals, texts: MiniTexts, tmp_path: Path
+) -> None:
+    """SIGTERM goes to the command, and SIGKILL to the process that trains, as if the system had no memory left."""
     source = small_bert(tmp_path / "bert", texts.tokenizer)
 
     def words(name: str) -> list[str]:
@@ -148,12 +153,19 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(texts: MiniTexts,
         return [str(source), str(tmp_path / name), *data, *OPTIONS, "--steps", "6", "40"]
 
     linearize(*words("undisturbed"))
-    process = subprocess.Popen(command(*words("killed")), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    log = tmp_path / "log"
+    with log.open("wb") as stream:
+        process = subprocess.Popen(command(*words("killed")), stderr=stream, stdout=stream)
     work = tmp_path / "killed-work" / "tuning"
     while process.poll() is None and not any(work.glob("checkpoints/*.ckpt")):
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    process.wait(timeout=120)
+    if number == signal.SIGKILL:
+        (trainer,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(trainer), number)
+    else:
+        process.send_signal(number)
+    assert process.wait(timeout=120) == 128 + number or number == signal.SIGTERM
+    assert ("killed by signal 9, as if memory ran out" in log.read_text()) == (number == signal.SIGKILL)
     linearize(*words("killed"))
     one, other = (load_swapped(tmp_path / name).state_dict() for name in ("undisturbed", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -7,6 +7,9 @@ import subprocess
 from contextlib import nullcontext
 from pathlib import Path
 
+KILLED = 128 + signal.SIGKILL
+"""Exit status of a command that the system killed, which is what Linux does if memory runs out."""
+
 
 def run_command(command: list[str], output: Path | None = None) -> int:
     """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
@@ -16,7 +19,7 @@ def run_command(command: list[str], output: Path | None = None) -> int:
         output: file to which the command's output is appended; None to show the output on the terminal.
 
     Returns:
-        The exit status of the command; 130 after Ctrl+C.
+        The exit status of the command; 130 after Ctrl+C, and 128 + n if signal n ended it.
     """
     with open(output, "ab") if output is not None else nullcontext() as stream:
         child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
@@ -32,4 +35,6 @@ def run_command(command: list[str], output: Path | None = None) -> int:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-    return 130 if interrupts else status
+    if interrupts:
+        return 130
+    return status if status >= 0 else 128 - status

@@ -264,10 +264,10 @@ def run(arguments: Sequence[str]) -> int:
             with progress.running(folder):
                 status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
-        if status in (2, 75, 130) or status < 0:  # a usage error or a stop, which ends all other runs too
+        if status in (2, 75) or status > 128:  # a usage error or a stop, which ends all other runs too
             if status != 2:
                 progress.say(f"stopped at run {progress.done} of {len(runs)}; the same command resumes the sweep")
-            return abs(status) if status > 0 else 128 - status
+            return status
         failed += [folder.name] if status else []
     if sweep.sbatch is None or finished == len(runs):
         write_comparison(sweep.folder, [folder for folder, _ in runs])

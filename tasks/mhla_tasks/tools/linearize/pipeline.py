@@ -18,7 +18,7 @@ from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
-from mhla_tasks.tools.processes import run_command
+from mhla_tasks.tools.processes import KILLED, run_command
 
 CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
 """Files in the working folder: the options of the command, the numbers of steps, and the results of the completed steps."""
@@ -229,7 +229,10 @@ class Pipeline:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # measurements in this process must not hold memory that the command needs
         if status := run_command([sys.executable, "-m", "mhla_tasks", *words]):
-            _say(f"stopped; the same command continues here ({self.work})")
+            reason = "stopped"
+            if status == KILLED:
+                reason = "killed by signal 9, as if memory ran out (a smaller --batch_size or --length needs less)"
+            _say(f"{reason}; the same command continues here ({self.work})")
             sys.exit(status)
 
     def _keep(self, **results: Any) -> None:
