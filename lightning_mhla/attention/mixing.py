@@ -170,7 +170,8 @@ class FreeCoefficients(MixingCoefficients):
     """Base class of dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
-        start: initial coefficients, ``[Mq, Mk]``; those outside the bounds are set to the nearest bound.
+        start: initial coefficients, ``[Mq, Mk]`` for Mq query blocks and Mk key blocks; those outside the bounds are set to the
+            nearest bound.
         heads: number of heads, each with its own coefficients; None for coefficients shared by all heads.
         trainable: whether the coefficients are trained.
     """

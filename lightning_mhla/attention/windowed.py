@@ -52,11 +52,11 @@ class WindowOptions:
         far_init: number added to the logarithms of the factors on far tokens at the start of training. A negative number starts
             closer to attention to near tokens only, and ``-.inf`` stays there.
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
-            StreamingLLM, arXiv 2309.17453). At most the block size. Images and video do not use it: their prefix tokens, such
-            as a class token, are always sinks.
+            StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
+            such as a class token, are always sinks.
 
     Raises:
-        ValueError: if ``sinks`` is negative, or ``far_init`` is not a number or is infinite above.
+        ValueError: if ``sinks`` is negative, or ``far_init`` is NaN or positive infinity.
     """
 
     far_init: float = 0.0

@@ -88,7 +88,7 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether any ModelCheckpoint has requested a save of the current state."""
+        """Whether a ModelCheckpoint has requested that the current state be saved."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
@@ -113,7 +113,7 @@ class BestCheckpoints:
     def plan(self, folder: Path) -> dict[str, list[str]]:
         """Return the hard links to create once the next checkpoint is written, and the files to remove afterwards.
 
-        The links lead to this checkpoint, which also stores the result.
+        The links point to that checkpoint, which also stores the returned dict.
 
         Args:
             folder: folder of the run's checkpoints.

@@ -51,7 +51,7 @@ MATCHING = "train/layer_distance"
 
 
 def matching_steps(module: Any) -> int:
-    """Return the number of optimizer steps in which a module matches its new layers to the original ones; 0 for none."""
+    """Return how many optimizer steps a training module spends on matching new layers to original ones; 0 if none."""
     return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
 
 

@@ -24,7 +24,7 @@ from lightning_mhla.system.torch_private import get_default_store
 log = logging.getLogger(__name__)
 
 PHASES = ("has not begun it", "computes it", "validates before it")
-"""Phases of a process after a batch, as predicates of a sentence, in their order."""
+"""Phases of a process with respect to a batch, in order, worded as predicates for log messages."""
 
 
 class StallWatch(Callback):

@@ -267,7 +267,7 @@ def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
     """Read the version of a file, and the position in the file at which a response starts, from HTTP response headers.
 
     Args:
-        answer: response of aiohttp.
+        answer: response object of the aiohttp library.
         encoded: whether the response is compressed, so that its length is not the size of the file.
 
     Returns:

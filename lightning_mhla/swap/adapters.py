@@ -67,7 +67,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
 def _projections(model: nn.Module, host: nn.Module, new: nn.Module) -> list[str]:
     """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
-    The linear layers of GPT-2 are of transformers' class Conv1D.
+    Layers of transformers' class ``Conv1D``, which GPT-2 uses instead of ``nn.Linear``, are included.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.

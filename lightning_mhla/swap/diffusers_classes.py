@@ -37,7 +37,7 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models with replaced attention: saves and loads them, and builds them from a configuration."""
+    """Base class of diffusers models with replaced attention, with methods to save, load and build them."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -46,7 +46,7 @@ class SwappedDiffusersModel(SwappedClass):
         The subclass is created on the first call.
 
         Args:
-            host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
+            host: diffusers model class. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host

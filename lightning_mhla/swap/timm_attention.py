@@ -32,8 +32,8 @@ class _Swapped:
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Compute the new attention, or the original attention if ``as_before`` is true.
 
-        The signature is compatible with all three attention modules of timm. B is the batch size, N the number of tokens, and C
-        their width.
+        The signature is compatible with timm's ``Attention``, ``AttentionRope`` and ``EvaAttention``. B is the batch size, N
+        the number of tokens, and C their width.
 
         Args:
             x: tokens, ``[B, N, C]``.

@@ -64,7 +64,7 @@ class SwappedConfig(SwappedClass):
         The subclass is created on the first call.
 
         Args:
-            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
+            host: transformers configuration class. If it already is such a subclass, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -156,7 +156,7 @@ class SwappedTransformersModel(SwappedClass):
         The subclass is created on the first call.
 
         Args:
-            host: model class of transformers. If it already is such a subclass, it is returned unchanged.
+            host: transformers model class. If it already is such a subclass, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host

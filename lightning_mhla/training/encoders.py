@@ -41,8 +41,9 @@ class EncoderDistillation:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. They train only the parameters of the new attention.
-        teacher: path or name of the model before its attention was replaced, in a form that the option pretrained accepts.
-        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's.
+        teacher: path or name of the model before its attention was replaced, as for the option pretrained.
+        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's
+            vectors.
         embedding_weight: weight of one minus the cosine similarity of the embeddings.
         similarity_weight: weight of the mean squared difference of the cosine similarities between all samples of a batch.
 
@@ -70,9 +71,7 @@ class EncoderDistillation:
 
 
 class LinearizedEncoder(TrainingModule):
-    """Base class of modules that train an encoder from the transformers library, after its attention was replaced.
-
-    The encoder learns to match the original one.
+    """Base class of modules that train an encoder from transformers with replaced attention to match the original encoder.
 
     The constructor of a subclass calls ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
 
@@ -109,10 +108,12 @@ class LinearizedEncoder(TrainingModule):
         Args:
             pretrained: path or name of the encoder to start from. Its weights are loaded before training.
             attention: options of the new attention.
-            layer_kinds: ``keep`` or ``replace`` for each layer, repeated to the depth; None to replace all layers.
+            layer_kinds: ``keep`` or ``replace`` for the first layers, repeated until all layers have one; None to replace all
+                layers.
             train: part of the parameters that is trained after the first ``distillation.layer_steps`` steps.
             lora: rank and alpha of the adapters for ``train="lora"``.
-            network: description of the encoder, see :mod:`lightning_mhla.swap.networks`; None to read it from ``pretrained``.
+            network: description of the encoder, see :func:`lightning_mhla.swap.networks.describe`; None to read it from
+                ``pretrained``.
 
         Raises:
             ValueError: if the encoder is not named, transformers has no such encoder, or its attention cannot be replaced.
@@ -157,18 +158,34 @@ class LinearizedEncoder(TrainingModule):
 
     @abstractmethod
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Compute the token vectors ``[B, N, dim]`` of a batch, where ``inputs`` is the result of :meth:`read_inputs`."""
+        """Compute the token vectors ``[B, N, dim]`` of a batch.
+
+        Args:
+            network: encoder.
+            *inputs: tensors of the batch, as :meth:`read_inputs` returns them.
+        """
 
     @abstractmethod
     def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a batch that the network needs, each ``[B, ...]``."""
+        """Return the tensors ``[B, ...]`` of a batch that the encoder needs as inputs."""
 
     @abstractmethod
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens, ``[B, N]`` bool, of a batch; None if no token is padding."""
+        """Return the mask of a batch's tokens that are not padding.
+
+        Args:
+            *inputs: tensors of the batch, as :meth:`read_inputs` returns them.
+
+        Returns:
+            ``[B, N]`` bool, False for padding; None if no token is padding.
+        """
 
     def read_teacher(self, path: str) -> nn.Module:
-        """Load the encoder with its original attention from the path or name ``path``."""
+        """Load the encoder with its original attention.
+
+        Args:
+            path: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the Hugging Face Hub.
+        """
         teacher = _build(read_description(path))
         load_source(teacher, path, AutoModel)
         return teacher
@@ -178,7 +195,7 @@ class LinearizedEncoder(TrainingModule):
 
         Args:
             vectors: token vectors, ``[B, N, dim]``.
-            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+            mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         """
         if self.pooling == "first":
             return vectors[:, 0]
@@ -188,7 +205,7 @@ class LinearizedEncoder(TrainingModule):
         return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Compute the normalized embeddings of a batch, ``[B, dim]``."""
+        """Compute the embeddings of a batch, ``[B, dim]``, normalized to unit length."""
         inputs = self.read_inputs(batch)
         return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
 
@@ -238,7 +255,7 @@ class LinearizedEncoder(TrainingModule):
         Args:
             vectors: token vectors of the model, ``[B, N, dim]``.
             wanted: token vectors of the teacher, ``[B, N, dim]``.
-            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+            mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         """
         vectors, wanted = vectors.float(), wanted.float()
         real = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
@@ -262,11 +279,11 @@ class LinearizedEncoder(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the agreement of neighborhoods on the validation data."""
+        """Log how many nearest neighbors of validation samples are the same in the encoder's and the teacher's embeddings."""
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the agreement of neighborhoods on the test data."""
+        """Log how many nearest neighbors of test samples are the same in the encoder's and the teacher's embeddings."""
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:
@@ -295,7 +312,10 @@ class LinearizedEncoder(TrainingModule):
 
 
 def _build(network: dict[str, Any]) -> PreTrainedModel:
-    """Build an encoder with random weights from its description, without dropout, which would blur the targets.
+    """Build an encoder with random weights, and without dropout, which would blur the targets.
+
+    Args:
+        network: description of the encoder, see :func:`lightning_mhla.swap.networks.describe`.
 
     Raises:
         ValueError: if transformers has no encoder for the configuration.
