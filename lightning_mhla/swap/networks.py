@@ -126,7 +126,7 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
     module, _, name = path.rpartition(".")
     kind = getattr(transformers, name, None) if module.split(".")[0] in ("", "transformers") else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedConfig)):
-        raise ValueError(f"network: {path} is not a transformers configuration class, such as transformers.LlamaConfig")
+        raise ValueError(f"network: {path} is not a configuration of transformers, such as transformers.LlamaConfig")
     options = dict(network.get("init_args") or {})
     for option, value in (required or {}).items():
         if options.setdefault(option, value) != value:

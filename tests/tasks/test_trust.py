@@ -226,7 +226,7 @@ TEXTS: dict[str, tuple[dict[str, Any], str]] = {
     "class in a list": ([MONITOR], "a class is not accepted here"),  # type: ignore[dict-item]
     "class in a text in a text": ({"a": json.dumps(MONITOR)}, "a class is not accepted here"),
     "method of a configuration": ({"class_path": "transformers.PretrainedConfig.from_pretrained"}, "a class is not accepted here"),
-    "base of configurations": ({"class_path": "transformers.PretrainedConfig"}, "is not a transformers configuration class"),
+    "base of configurations": ({"class_path": "transformers.PretrainedConfig"}, "is not a configuration of transformers"),
     "method of the data": ({"class_path": f"{TIMM}.load_from_checkpoint", "init_args": {"checkpoint_path": "e.ckpt"}}, "a class is not accepted here"),
     "method of a plugin": ({"class_path": "lightning.pytorch.plugins.io.TorchCheckpointIO.load_checkpoint"}, "a class is not accepted here"),
     "module": ({"class_path": "evilmod.X"}, "a class is not accepted here"),

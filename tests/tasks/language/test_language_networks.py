@@ -151,8 +151,8 @@ def test_two_processes_shard_it(tmp_path: Path, cache_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("network", "message"),
     [
-        ({"class_path": "transformers.LamaConfig"}, "is not a transformers configuration class"),
-        ({"class_path": "os.system"}, "is not a transformers configuration class"),
+        ({"class_path": "transformers.LamaConfig"}, "is not a configuration of transformers"),
+        ({"class_path": "os.system"}, "is not a configuration of transformers"),
         ({"class": "transformers.LlamaConfig"}, "takes class_path and init_args"),
         ({"class_path": "transformers.LlamaConfig", "init_args": {"hiden_size": 3}}, "LlamaConfig has no option 'hiden_size'"),
         ({"class_path": "transformers.LlamaConfig", "init_args": {"vocab_size": 3}}, "differ"),
