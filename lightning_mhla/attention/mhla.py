@@ -154,7 +154,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return how many weighted block summaries are added to compute the weighted sum of summaries for each block.
+        """Return how many weighted block summaries are added in total to compute the mixed summaries of all blocks.
 
         Args:
             tokens: number of tokens of the sequence.

@@ -95,8 +95,8 @@ class BestCheckpoints:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
         The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
-        ``save_last`` and its own ``last.ckpt`` is a different path than ``last``, ``last_model_path`` is set to its own path,
-        and :meth:`finish` later saves the checkpoint at that path too, as a hard link where possible.
+        ``save_last`` and writes its own ``last.ckpt`` to a path other than ``last``, ``last_model_path`` is set to that path,
+        and :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.

@@ -62,7 +62,7 @@ def _loaded_step(path: Path) -> int | None:
 
 
 def _options(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration of a run; empty if it has none that can be read."""
+    """Return the configuration of a run; an empty mapping if the run has no readable configuration."""
     path = folder / "config.yaml"
     try:
         content = read_yaml(path) if path.exists() else {}

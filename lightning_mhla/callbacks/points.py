@@ -58,10 +58,10 @@ def matching_steps(module: Any) -> int:
 def separate_stages(
     points: Mapping[str, Sequence[tuple[int, float]]], matching_steps: int
 ) -> dict[str, Sequence[tuple[int, float]]]:
-    """Separate the training losses of the two stages of a linearized model, whose values cannot be compared.
+    """Separate the training losses of the two stages of a linearized model, because they cannot be compared.
 
     In the first stage, ``train/loss`` equals ``train/layer_distance``, and is left out. In the second stage, the trainer still
-    reports the last ``train/layer_distance``, which is left out, too.
+    reports the last ``train/layer_distance``, which is also left out.
 
     Args:
         points: (step, value) pairs by the name of the metric.

@@ -56,15 +56,15 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has received a training batch."""
+        """Update the reported progress of this process: it has received a training batch."""
         self._move(trainer, 1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has finished a training batch."""
+        """Update the reported progress of this process: it has finished a training batch."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has finished a validation batch."""
+        """Update the reported progress of this process: it has finished a validation batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 

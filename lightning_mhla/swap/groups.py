@@ -16,7 +16,7 @@ Config = TypeVar("Config", AttentionConfig, CrossAttentionConfig)
 
 
 class LayerGroup(ABC, Generic[New, Config]):
-    """Interface for replacing one group of attention layers in the models of a library: self-attention or cross-attention.
+    """Interface for replacing the attention in one group of layers of a library's models: self-attention or cross-attention.
 
     Attributes:
         config_class: class of the configuration of the new attention.

@@ -82,7 +82,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 def only_new_trained(model: nn.Module) -> Iterator[None]:
     """Context manager in which no parameters require gradients except those of the new attention in replaced layers.
 
-    When the context is left, the other parameters have their previous ``requires_grad`` again.
+    On exit, the other parameters get their previous ``requires_grad`` back.
     """
     new = {id(parameter) for entry in host_of(model).replaced(model) for parameter in entry.attention.parameters()}
     original_parameters = [

@@ -291,7 +291,7 @@ def _window(layer: Any) -> int | None:
 
 
 def _reason(config: Any) -> str:
-    """Return why a model's attention cannot be replaced, as the end of a sentence that begins with the model's class name."""
+    """Explain why a model's attention cannot be replaced, in words that complete a sentence beginning with its class name."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):

@@ -65,7 +65,7 @@ class CompileReport(Callback):
     """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the number of compiled graphs and the compile time so far, which are not part of this training."""
+        """Record the number of compiled graphs and the compile time before this fit, in order to leave them out of the log."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 

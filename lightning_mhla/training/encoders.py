@@ -110,7 +110,8 @@ class LinearizedEncoder(TrainingModule):
             attention: options of the new attention.
             layer_kinds: ``keep`` or ``replace`` for the first layers, repeated until all layers have one; None to replace all
                 layers.
-            train: part of the parameters that is trained after the first ``distillation.layer_steps`` steps.
+            train: part of the model that is trained after the first ``distillation.layer_steps`` steps: ``"all"``,
+                ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
             lora: rank and alpha of the adapters for ``train="lora"``.
             network: description of the encoder, see :func:`lightning_mhla.swap.networks.describe`; None to read it from
                 ``pretrained``.

@@ -40,7 +40,7 @@ class HasRealImages(Protocol):
             part: ``"train"`` or ``"validate"``.
 
         Returns:
-            Data set whose samples are dicts with an ``image`` ``[C, S, S]`` with values from -1 to 1.
+            Data set whose samples are dicts in which ``image`` is a float tensor ``[C, S, S]`` with values from -1 to 1.
         """
 
 
