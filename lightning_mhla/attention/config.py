@@ -238,7 +238,7 @@ def layout_for(
         configs: configurations of the layers.
         grid: number of tokens along each axis.
         prefix_tokens: number of tokens before the grid, such as class tokens.
-        causal: tokens that a token attends to. Every layer uses blocks if it is ``"block"``.
+        causal: True for causal attention; ``"block"`` for block-causal attention, in which every layer uses blocks.
 
     Raises:
         ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor

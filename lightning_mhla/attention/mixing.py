@@ -87,7 +87,7 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def check_init(init: str) -> None:
-    """Raise ValueError if ``init`` is not the name of initial mixing coefficients."""
+    """Raise ValueError unless ``init`` names initial mixing coefficients: ``"locality"`` or ``"uniform"``."""
     if init not in ("locality", "uniform"):
         raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
 

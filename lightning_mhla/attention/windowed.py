@@ -26,7 +26,7 @@ from lightning_mhla.attention.mixing import DenseCoefficients
 class FarWeight(nn.Module):
     """Learned factor for each head that multiplies the attention weights of far tokens.
 
-    Far tokens are the tokens before the softmax window. The factors are stored as logarithms.
+    Far tokens are the tokens outside the softmax window. The factors are stored as logarithms.
 
     Args:
         heads: number of heads.
@@ -126,7 +126,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention.
 
-        They are the queries, keys and values, the features of queries and keys for far tokens (those before the softmax
+        They are the queries, keys and values, the features of queries and keys for far tokens (those outside the softmax
         window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
         """
         q, k = inputs.turned

@@ -57,7 +57,8 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
     """Describe a model as plain data, from which :func:`build_configuration` rebuilds its configuration.
 
     The description is a dict with ``class_path`` (name of the configuration class), ``init_args`` (options of the class) and
-    ``extra`` (entries of a published ``config.json`` that the class does not know). ``extra`` is left out if there are none.
+    ``extra`` (entries of a published ``config.json`` that the class does not know). Without such entries, ``extra`` is left
+    out.
 
     Args:
         config: configuration of the model.

@@ -55,7 +55,7 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base class of mixins for diffusers and transformers classes, of models or configurations, with replaced attention.
+    """Base class of mixins that add replaced attention to model and configuration classes from diffusers and transformers.
 
     :func:`derive` combines a mixin with such a class, and sets the attributes of the resulting class.
 

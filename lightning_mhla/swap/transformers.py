@@ -171,7 +171,7 @@ def _is_known(module: nn.Module) -> bool:
     """Return whether a module belongs to one of the transformers attention classes whose attention can be replaced.
 
     Raises:
-        ValueError: if its class is a subclass of a supported class, because it may compute something different.
+        ValueError: if the module's class is a subclass of a supported class, because it may compute something different.
     """
     kind = type(module)
     supported_class = next((base for base in kind.__mro__ if _named(base)), kind)

@@ -36,11 +36,11 @@ Pooling = Literal["mean", "first"]
 
 @dataclass(frozen=True)
 class EncoderDistillation:
-    """Options for training an encoder whose attention was replaced to match the model before the replacement.
+    """Options for training an encoder with replaced attention so that it matches the model before the replacement.
 
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
-            output of its original attention for the same input. They train only the parameters of the new attention.
+            output of its original attention for the same input. These steps train only the parameters of the new attention.
         teacher: path or name of the model before its attention was replaced, as for the option pretrained.
         tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's
             vectors.
@@ -71,7 +71,7 @@ class EncoderDistillation:
 
 
 class LinearizedEncoder(TrainingModule):
-    """Base class of modules that train an encoder from transformers with replaced attention to match the original encoder.
+    """Base class of modules that train a transformers encoder with replaced attention so that it matches the original one.
 
     The constructor of a subclass calls ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
 
