@@ -140,9 +140,9 @@ class AttentionConfig:
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
         normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
         if normalized and self.feature_map == "identity":
-            raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
+            raise ValueError("normalize needs nonnegative queries and keys, which feature_map 'identity' does not give")
         if self.feature_map == "learned" and (self.key_weighting or self.normalize_before_rotary):
-            raise ValueError("feature_map 'learned' comes without key_weighting and normalize_before_rotary")
+            raise ValueError("feature_map 'learned' does not support key_weighting or normalize_before_rotary")
         signed = self.rotary and not self.normalize_before_rotary and self.feature_map != "learned"
         if normalized and signed:
             raise ValueError(

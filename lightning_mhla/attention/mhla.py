@@ -83,7 +83,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         check_blocks(config, layout)
         if self.causal and "block_size" not in self.blocks:
             raise ValueError(
-                f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"
+                f"causal attention needs blocks of equal size, except for a shorter last one; {layout} has uneven ones"
             )
         options: dict[str, Any] = {
             "heads": heads if config.mixing_per_head else None,

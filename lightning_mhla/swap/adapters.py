@@ -61,7 +61,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     if part == "lora":
         _add_adapters(model, [name for _, _, layer, new in replaced for name in _projections(model, layer, new)], lora)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
+        raise ValueError(f"train={part!r} leaves nothing to train: the replacement added no parameters")
 
 
 def _projections(model: nn.Module, host: nn.Module, new: nn.Module) -> list[str]:

@@ -174,8 +174,8 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     mixed = [attention for attention in host.swapped(model).values() if isinstance(attention, MHLA)]
     if not mixed or any(len(attention.config.block_grid or ()) != len(new) for attention in mixed) or min(new) < 1:
         raise ValueError(
-            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla or mhla_window, with a block_grid "
-            "of as many axes"
+            f"blocks cannot be resized to {list(new)}: the model needs a swapped layer of kind mhla or mhla_window whose "
+            "block_grid has the same number of axes"
         )
     if any(getattr(attention.mixing, "prefix_tokens", 0) for attention in mixed):
         raise ValueError(

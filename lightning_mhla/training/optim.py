@@ -252,7 +252,7 @@ def build_optimizer(
     factor = make_schedule(config, steps, steps_per_epoch)
     if factor.warmup >= steps:
         log.warning(
-            "the warm-up of %d steps is longer than the run of %d: the learning rate never gets to lr",
+            "the warm-up of %d steps is longer than the run of %d: the learning rate never reaches lr",
             factor.warmup,
             steps,
         )
@@ -310,7 +310,7 @@ def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.kind == "adamw":
         return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)  # type: ignore[arg-type]  # two of them
     if any(is_shard(parameter) for group in groups for parameter in group["params"]):
-        raise ValueError("optimizer.kind=came does not know sharded parameters; train with ddp, or with adamw")
+        raise ValueError("optimizer.kind=came does not support sharded parameters; train with ddp, or with adamw")
     from pytorch_optimizer import CAME  # not needed for AdamW
 
     class MatrixCAME(CAME):

@@ -206,7 +206,7 @@ class DigitFeatures(FeatureNetwork):
         size = (self.side, self.side)
         if images.shape[-2:] != size:
             name = type(self).__name__
-            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; {name} knows digits of {size}")
+            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; {name} supports digits of {size}")
         pooled, logits = network(images[:, :1].float() / 255)
         return Features(pooled, None, logits)
 
