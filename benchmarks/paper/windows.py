@@ -80,9 +80,9 @@ ORIGINAL = Study(
 def _variant(block_size: int, far: bool, **options: object) -> tuple[str, ...]:
     """Return the options of a window of ``block_size`` to 2 ``block_size`` tokens, with MHLA for the others or without."""
     window = attention(block_size=block_size, **options)
-    return (
-        (*window, *attention(options="{far_init: -.inf}"), NOT_MATCHED, *WITHOUT_MATCHING) if not far else tuple(window)
-    )
+    if far:
+        return tuple(window)
+    return (*window, *attention(options="{far_init: -.inf}"), NOT_MATCHED, *WITHOUT_MATCHING)
 
 
 WITHOUT_MATCHING = ("--trainer.max_steps=120",)
@@ -103,7 +103,7 @@ VARIANTS = {
     "window 128, mhla": _variant(128, far=True),
     "mhla": tuple(attention(kind="mhla")),
 }
-"""Options of ``lightning fit`` by the name of the variant. A window of n covers the block of n tokens and the block before it."""
+"""Options of ``lightning fit`` by the name of the variant. A window covers the block of a token and the one before it."""
 
 STUDIES = (
     ORIGINAL,

@@ -3,8 +3,6 @@
 Every block has the same number of slots. A slot without a token holds zeros.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
-
-Longer than other modules: it is the only one that knows how tokens fall into blocks, so all index tables are here.
 """
 
 from __future__ import annotations
@@ -281,16 +279,6 @@ class BlockPartition(NamedTuple):
             return x.index_select(1, self.slot)
         return x[:, : self.tokens]
 
-    def line_up(self, *tokens: Tensor) -> list[Tensor]:
-        """Arrange each tensor ``[B, N, H, D]`` in the C slots of M blocks, ``[B, H, M * C, D]``; empty slots hold zeros."""
-        if self.is_full:
-            return [x.transpose(1, 2) for x in tokens]
-        return [self.split(x).flatten(2, 3) for x in tokens]
-
-    def take_out(self, x: Tensor) -> Tensor:
-        """Reverse :meth:`line_up`: take the tokens ``[B, N, H, D]`` out of the C slots of M blocks, ``[B, H, M * C, D]``."""
-        return x.transpose(1, 2) if self.is_full else self.merge(x.unflatten(2, (self.blocks, self.slots)))
-
     @property
     def is_open(self) -> bool:
         """Whether the number of tokens is symbolic, as in a graph that torch traces.
@@ -298,11 +286,6 @@ class BlockPartition(NamedTuple):
         If so, the tokens are not moved: each token is in the slot with the token's own index, counted over all blocks.
         """
         return self.slot is None and is_dynamic(self.tokens)
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the tokens fill all slots of all blocks in their original order, so that a reshape forms the blocks."""
-        return self.slot is None and not is_dynamic(self.tokens) and surely_equal(self.blocks * self.slots, self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:
         """Expand mixing coefficients that cover the longest sequence to all M blocks of the partition.

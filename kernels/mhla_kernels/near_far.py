@@ -48,45 +48,84 @@ class NearTokens(NamedTuple):
     visible: Tensor
 
 
-def combine(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+class FarTokens(NamedTuple):
+    """Sums over the far tokens of each query, which linear attention weighs.
+
+    Attributes:
+        sums: V sums of weighted values, and the sum of the weights, ``[B, H, ..., C, V + 1]``.
+        log_factor: logarithm of a factor on these sums, ``[B, H, ..., C, 1]``.
+    """
+
+    sums: Tensor
+    log_factor: Tensor
+
+
+def scale_features(f: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
+    """Divide the features of each query by the largest of them, and add its logarithm to ``far``.
+
+    With features near 1e-11, second derivatives would square the inverse of the sum of their weights, which overflows.
+
+    Args:
+        f: nonnegative features of the queries, ``[..., C, K]``.
+        far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
+
+    Returns:
+        Features, at most 1, and the logarithm of the factor on their weights.
+    """
+    size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
+    size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
+    return f / size, far + size.log()
+
+
+def read_mixed(f: Tensor, mixed: Tensor, far: Tensor) -> FarTokens:
+    """Compute the sums over far tokens from mixed summaries of their blocks.
+
+    Args:
+        f: features of the queries, ``[B, H, ..., C, K]``.
+        mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[B, H, ..., K, V + 1]``.
+        far: logarithm of a factor on the weights of far tokens, ``[B, H, ..., C, 1]``.
+    """
+    f, log_factor = scale_features(f, far)
+    return FarTokens(f @ mixed, log_factor)
+
+
+def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
     """Combine softmax attention to near tokens and linear attention to far tokens into one output for each query.
 
     Args:
         q: queries, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``.
         near: groups of near tokens, at least one. Their leading axes are those of ``q`` or 1.
-        f: features of the queries, ``[B, H, ..., C, K]``.
-        mixed: for each feature of the keys, V sums of weighted values and the sum of weights, ``[B, H, ..., K, V + 1]``.
-        far: logarithm of a factor on the weights of far tokens, ``[B, H, ..., C, 1]``.
+        far: sums over the far tokens.
 
     Returns:
         Outputs, ``[B, H, ..., C, V]``; zeros for a query that attends to no token.
     """
-    if not _suits_flash(q, near, f, mixed, far):
-        return combine_scores(q, near, f, mixed, far)
+    if not _suits_flash(q, near, far):
+        return combine_scores(q, near, far)
     # A masked score that overflows would make its row NaN, since flash attention adds the mask. Rows that see such a key are
     # taken from the exact computation, and no others, because later tokens must not change a bit of them.
     limit = torch.finfo(q.dtype).max ** LARGEST
     if all(_largest(x) <= limit for x in (q, *(tokens.k for tokens in near))):
-        return _with_flash(q, near, f, mixed, far)
-    exact = combine_scores(q, near, f, mixed, far)
+        return _with_flash(q, near, far)
+    exact = combine_scores(q, near, far)
     is_exact = ~_fit(q, limit)
     bounded = []
     for k, v, visible in near:
         fits = _fit(k, limit)
         bounded.append(NearTokens(k.where(fits, 0), v, visible))
         is_exact = is_exact | (visible & ~fits.transpose(-1, -2)).any(-1, keepdim=True)
-    return exact.where(is_exact, _with_flash(q.where(_fit(q, limit), 0), bounded, f, mixed, far))
+    return exact.where(is_exact, _with_flash(q.where(_fit(q, limit), 0), bounded, far))
 
 
-def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
     """Compute :func:`combine` from the scores of all near tokens.
 
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
     of zero would then get no gradient.
     """
-    numbers = torch.finfo(f.dtype)
-    sums, log_factor, _ = _far_sums(f, mixed, far)
+    sums, log_factor = far
+    numbers = torch.finfo(sums.dtype)
     weight = sums.detach()[..., -1:]  # the divisor is a constant for autograd
     no_far = weight <= 0
     largest = (log_factor.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(
@@ -102,28 +141,17 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tens
     return (out / (total + unseen)).masked_fill(unseen, 0)
 
 
-def _far_sums(f: Tensor, mixed: Tensor, far: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return sums over far tokens, ``[..., C, V + 1]``, the logarithm of the factor on them, and the size of the features.
-
-    The sums are those of features divided by their size, the largest of a query, and the logarithm contains the size. With
-    features near 1e-11, second derivatives would square the inverse of their sum, which overflows.
-    """
-    size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
-    size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
-    return (f / size) @ mixed, far + size.log(), size
-
-
 def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tensor:
     """Return the factor on the sums over far tokens; it stays finite if these are all zero, or zero times it would be NaN."""
     bound = torch.where(no_far, MOST_GRADIENT * math.log(torch.finfo(log_factor.dtype).max), torch.inf)
     return torch.minimum(log_factor - log_divisor, bound).exp()
 
 
-def _suits_flash(q: Tensor, near: Sequence[NearTokens], *others: Tensor) -> bool:
+def _suits_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> bool:
     """Return whether torch's flash attention for CPUs can compute the near part: plain tensors, values as wide as keys."""
     if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
         return False
-    tensors = (q, *others, *(x for tokens in near for x in tokens[:2]))
+    tensors = (q, *far, *(x for tokens in near for x in tokens[:2]))
     if q.shape[-2] < FEWEST_TRAINED and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return has_values(*tensors) and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
@@ -142,25 +170,22 @@ def _fit(x: Tensor, limit: float) -> Tensor:
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
-def _with_flash(q: Tensor, near: Sequence[NearTokens], f: Tensor, mixed: Tensor, far: Tensor) -> Tensor:
+def _with_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
     lead = q.shape[:-2]
     tokens = [x.expand(*lead, *x.shape[-2:]) for group in near if group.k.shape[-2] for x in group[:2]]
     masks = [group.visible for group in near if group.k.shape[-2]]
-    out: Tensor = _Combined.apply(q, f, mixed, far, masks, *tokens)
+    out: Tensor = _Combined.apply(q, *far, masks, *tokens)
     return out
 
 
 class _Combined(torch.autograd.Function):
     """Autograd function for :func:`combine` with torch's flash attention for CPUs.
 
-    Its tensors are those of :func:`combine`, a list of masks, and keys and values of each group of near tokens.
+    Its tensors are the queries, those of :class:`FarTokens`, a list of masks, and keys and values of each group of near tokens.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, f: Tensor, mixed: Tensor, far: Tensor, masks: list[Tensor], *tokens: Tensor
-    ) -> Tensor:
-        sums, log_factor, _ = _far_sums(f, mixed, far)
+    def forward(ctx: Any, q: Tensor, sums: Tensor, log_factor: Tensor, masks: list[Tensor], *tokens: Tensor) -> Tensor:
         no_far = sums[..., -1:] <= 0
         log_total = (log_factor + sums[..., -1:].log()).masked_fill(no_far, -torch.inf)
         groups = []
@@ -179,15 +204,15 @@ class _Combined(torch.autograd.Function):
             out.addcmul_(near, (log_near - log_total).exp())
         out = out.masked_fill_(unseen, 0)
         ctx.groups = len(masks)
-        ctx.save_for_backward(q, f, mixed, far, *masks, *tokens, out, log_total, unseen)
+        ctx.save_for_backward(q, sums, log_factor, *masks, *tokens, out, log_total, unseen)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, f, mixed, far, *others = ctx.saved_tensors
+        q, sums, log_factor, *others = ctx.saved_tensors
         masks, tokens, (out, log_total, unseen) = others[: ctx.groups], others[ctx.groups : -3], others[-3:]
         if torch.is_grad_enabled():  # derivatives of these gradients are wanted, which torch does not have
-            return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, f, mixed, far), masks, tokens)
+            return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, sums, log_factor), masks, tokens)
         with without_autocast(q.device.type):
             gradient = gradient.masked_fill(unseen, 0)
             of_q, of_tokens = torch.zeros_like(q), []
@@ -199,27 +224,24 @@ class _Combined(torch.autograd.Function):
                 )  # fmt: skip
                 of_q += _unrows(parts[0], q)
                 of_tokens += [_unrows(x, q) for x in parts[1:]]
-            sums, log_factor, size = _far_sums(f, mixed, far)
             factor = _far_factor(log_factor, log_total, sums[..., -1:] <= 0).masked_fill(unseen, 0)
             # the last sum is that of the weights, which divides all
             of_sums = factor * torch.cat([gradient, -(gradient * out).sum(-1, keepdim=True)], -1)
-            of_f = of_sums @ mixed.transpose(-1, -2) / size
-            of_mixed = (f / size).transpose(-1, -2) @ of_sums
-            of_far = (of_sums * sums).sum(-1, keepdim=True)
-        return (of_q, of_f, of_mixed, of_far, None, *of_tokens)
+            of_factor = (of_sums * sums).sum(-1, keepdim=True)
+        return (of_q, of_sums, of_factor, None, *of_tokens)
 
 
 def _gradients_of_scores(
     needed: Sequence[bool],
     gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    inputs: tuple[Tensor, Tensor, Tensor],
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of :func:`combine_scores` for the arguments of :class:`_Combined`; they can be differentiated."""
-    q, f, mixed, far = inputs
+    q, sums, log_factor = inputs
     near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
-    out = combine_scores(q, near, f, mixed, far)
+    out = combine_scores(q, near, FarTokens(sums, log_factor))
     tensors = (*inputs, None, *tokens)
     chosen = [x for x, is_needed in zip(tensors, needed, strict=True) if is_needed and x is not None]
     gradients = iter(torch.autograd.grad(out, chosen, gradient, create_graph=True, materialize_grads=True))

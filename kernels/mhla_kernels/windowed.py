@@ -24,7 +24,8 @@ Longer than other modules: both directions share the checks, the blocks, the sin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
@@ -33,14 +34,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
-from mhla_kernels.blocks import BlockPartition, at_most, divide_up, is_dynamic
+from mhla_kernels.blocks import BlockPartition, TokenLayout, at_most, divide_up, is_dynamic
 from mhla_kernels.checks import as_index, check_block_size, check_devices, check_features, check_problem
 from mhla_kernels.finite import finite_
 from mhla_kernels.forms.chunked import make_mixer
+from mhla_kernels.forms.parallel import PART
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
-from mhla_kernels.near_far import NearTokens, combine
+from mhla_kernels.mixing.base import apply_matrix
+from mhla_kernels.near_far import FarTokens, NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, nothing, repeat_heads
 from mhla_kernels.torch_private import is_traced
+from mhla_kernels.windowed_pairs import TokenPairs, attend_pairs, pairs_are_cheaper
 
 GATHERED = 2**22
 """Numbers of keys that are gathered at once for the windows of attention to all tokens: 16 MiB in float32.
@@ -127,18 +131,12 @@ def mhla_window_attention(
         real = q.new_ones(q.shape[:2]) if key_mask is None else key_mask.to(q.dtype)
         if key_mask is not None:
             k, v, g = (x.masked_fill(~key_mask[..., None, None], 0) for x in (k, v, g))
-        blocks = problem.layout.partition(q.device)
-        far = heads_last(far, q)
-        visible = blocks.split(real[..., None, None])[:, 0, ..., 0] > 0
-        q_blocks, k_blocks, v_blocks, f, g, far = (blocks.split(x) for x in (q, k, v, f, g, far))
-        in_blocks = InBlocks(q_blocks, k_blocks, v_blocks, f, g, far, visible)
-        sinks = at_most(sinks, blocks.slots)
+        tokens, mixing = (q * scale, k, v, f, g, heads_last(far, q)), mixing.to(problem.accumulate)
+        sinks = at_most(sinks, problem.layout.largest)
         if causal:
-            out = blocks.merge(_causal(in_blocks, mixing.to(problem.accumulate), blocks, sinks, scale))
+            out = _causal(tokens, real > 0, mixing, problem.layout.partition(q.device), sinks)
         else:
-            out = blocks.merge(_bidirectional(in_blocks, mixing.to(problem.accumulate), grid, sinks, scale))
-            if sinks:
-                out = torch.cat([_softmax(q[:, :sinks], k, v, real > 0, scale), out[:, sinks:]], 1)
+            out = _bidirectional(tokens, real > 0, mixing, problem.layout, grid, sinks)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
 
 
@@ -146,7 +144,7 @@ class InBlocks(NamedTuple):
     """Tensors of windowed attention in M blocks of C slots, each of which holds a token or zeros.
 
     Attributes:
-        q: queries, ``[B, H, M, C, Dk]``.
+        q: queries, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``.
         k: keys, ``[B, H, M, C, Dk]``.
         v: values, ``[B, H, M, C, V]``.
         f: features of the queries, ``[B, H, M, C, K]``.
@@ -163,6 +161,13 @@ class InBlocks(NamedTuple):
     far: Tensor
     visible: Tensor
 
+    @classmethod
+    def of(cls, tokens: Sequence[Tensor], real: Tensor, blocks: BlockPartition) -> InBlocks:
+        """Arrange q, k, v, f, g and far, ``[B, N, H, ...]`` each, and the mask of tokens ``[B, N]`` in blocks."""
+        visible = blocks.split(real[..., None, None].to(tokens[0].dtype))[:, 0, ..., 0] > 0
+        q, k, v, f, g, far = map(blocks.split, tokens)
+        return cls(q, k, v, f, g, far, visible)
+
     def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
         """Return the tensors with sinks hidden and their features zero, because every query reads sinks separately.
 
@@ -178,11 +183,13 @@ class InBlocks(NamedTuple):
     @property
     def sums(self) -> Tensor:
         """Summary of each block, ``[B, H, M, K, V + 1]``: V sums of weighted values and the sum of weights by feature."""
-        return finite_(torch.cat([self.g.transpose(-1, -2) @ self.v, self.g.sum(-2)[..., None]], -1))
+        # in one product with a column of ones; features in slots without a token are zero
+        return finite_(self.g.transpose(-1, -2) @ F.pad(self.v, (0, 1), value=1.0))
 
 
-def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, scale: float) -> Tensor:
-    """Compute the outputs of causal attention, ``[B, H, M, C, V]``."""
+def _causal(tokens: Sequence[Tensor], real: Tensor, mixing: Mixing, blocks: BlockPartition, sinks: int) -> Tensor:
+    """Compute the outputs of causal attention, ``[B, N, H, V]``, from the arguments of :meth:`InBlocks.of`."""
+    x = InBlocks.of(tokens, real, blocks)
     # first blocks of sequences: the block before them belongs to another sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
     starts = index == 0 if blocks.local is None else blocks.local == 0
@@ -197,7 +204,7 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sca
     k_before, v_before, visible_before = (_later(y) for y in (x.k, x.v, x.visible[:, None, ..., None]))
     visible_before = visible_before[:, 0, ..., 0] & ~starts[:, None]
     window = CausalWindow(k_before, v_before, visible_before, reads[0], reads[1], sinks_visible)
-    return window.attend(x, mixed, scale)
+    return blocks.merge(window.attend(x, mixed))
 
 
 class CausalWindow(NamedTuple):
@@ -219,13 +226,12 @@ class CausalWindow(NamedTuple):
     sink_v: Tensor
     sinks_visible: Tensor
 
-    def attend(self, x: InBlocks, mixed: Tensor, scale: float) -> Tensor:
+    def attend(self, x: InBlocks, mixed: Tensor) -> Tensor:
         """Compute the outputs of all queries, ``[B, H, M, C, V]``.
 
         Args:
             x: tensors in blocks, with sinks hidden.
             mixed: mixed summaries of the far blocks, ``[B, H, M, K, V + 1]``. The last column holds sums of weights.
-            scale: factor on the scores of near tokens.
         """
         slots = x.q.shape[-2]
         until_query = torch.ones(slots, slots, dtype=torch.bool, device=x.q.device).tril()
@@ -235,31 +241,79 @@ class CausalWindow(NamedTuple):
         ]
         if self.sink_k.shape[-2]:
             near.append(NearTokens(self.sink_k, self.sink_v, self.sinks_visible[:, None]))
-        return combine(x.q * scale, near, x.f, mixed, x.far)
+        return combine(x.q, near, read_mixed(x.f, mixed, x.far))
 
 
-def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, sinks: int, scale: float) -> Tensor:
-    """Compute the outputs of attention to all tokens, ``[B, H, M, C, V]``; those of sinks are to be replaced.
+def _bidirectional(
+    tokens: Sequence[Tensor],
+    real: Tensor,
+    mixing: Mixing,
+    layout: TokenLayout,
+    grid: tuple[int, ...] | None,
+    sinks: int,
+) -> Tensor:
+    """Compute the outputs of attention to all tokens, ``[B, N, H, V]``.
+
+    On a CPU, as many batch rows at a time are computed as have at most :data:`PART` bytes of scores or of summaries.
 
     Args:
-        x: tensors in blocks.
+        tokens: queries multiplied by the scale of the scores, keys, values, features of queries and of keys, and the logarithm
+            of the factor on far tokens, ``[B, N, H, ...]`` each.
+        real: mask of tokens that may be attended to, ``[B, N]`` bool.
         mixing: mixing coefficients between all blocks.
+        layout: partition of the tokens into blocks.
         grid: number of blocks along each axis; None for a sequence.
         sinks: number of sinks, which are in the first block.
-        scale: factor on the scores of near tokens.
     """
-    number = x.q.shape[2]
-    axes, lead = ((number,), 0) if grid is None else (grid, int(sinks > 0))
-    sinks_visible = x.visible[:, 0, :sinks]
-    x = x.without_sinks(torch.arange(number, device=x.q.device) == 0, sinks)
-    block, near = _window(axes, lead, x.q.device)
-    matrix = mixing.matrix(number)
-    if is_dynamic(number):  # blocks after the last token are empty, so their coefficients do not matter
-        index = torch.arange(number, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
+    q, _, v, f, *_ = tokens
+    blocks = layout.partition(q.device)
+    axes, lead = ((blocks.blocks,), 0) if grid is None else (grid, int(sinks > 0))
+    matrix = mixing.matrix(blocks.blocks)
+    if is_dynamic(blocks.blocks):  # blocks after the last token are empty, so their coefficients do not matter
+        index = torch.arange(blocks.blocks, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
         matrix = matrix[..., index[:, None], index]
-    matrix = matrix[..., :number, :number].masked_fill(_are_near(axes, lead, x.q.device), 0)
-    mixed = DenseMixing(matrix).mix(x.sums.flatten(3), False).view(x.sums.shape)
-    q = x.q * scale
+    matrix = matrix[..., : blocks.blocks, : blocks.blocks]
+    near = _are_near(axes, lead, q.device)
+    run: Callable[..., Tensor]
+    if pairs_are_cheaper(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1]):
+        run = partial(attend_pairs, pairs=TokenPairs.of(matrix, near, layout.token_blocks(q.device).block, sinks))
+        numbers = layout.tokens**2
+    else:
+        run = partial(_in_blocks, matrix=matrix.masked_fill(near, 0), blocks=blocks, axes=axes, lead=lead, sinks=sinks)
+        numbers = blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
+    if len(q) == 1 or q.device.type != "cpu" or is_traced():
+        return run(tokens, real)
+    count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))
+    *parts, masks = (x.split(count) for x in (*tokens, real))
+    return torch.cat([run(part, mask) for *part, mask in zip(*parts, masks, strict=True)])
+
+
+def _in_blocks(
+    tokens: Sequence[Tensor],
+    real: Tensor,
+    *,
+    matrix: Tensor,
+    blocks: BlockPartition,
+    axes: tuple[int, ...],
+    lead: int,
+    sinks: int,
+) -> Tensor:
+    """Compute the outputs of attention to all tokens from summaries of blocks, ``[B, N, H, V]``.
+
+    Args:
+        tokens: tensors that :func:`_bidirectional` takes.
+        real: mask of tokens that may be attended to, ``[B, N]`` bool.
+        matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks.
+        blocks: partition of the tokens into blocks.
+        axes: number of blocks along each axis.
+        lead: number of blocks before the grid, 0 or 1.
+        sinks: number of sinks, which are in the first block.
+    """
+    x = InBlocks.of(tokens, real, blocks)
+    sinks_visible = x.visible[:, 0, :sinks]
+    x = x.without_sinks(torch.arange(blocks.blocks, device=real.device) == 0, sinks)
+    block, near = _window(axes, lead, real.device)
+    mixed = apply_matrix(matrix, x.sums.flatten(3)).view(x.sums.shape)
 
     def attend(first: int, last: int) -> Tensor:
         part = block[first:last]
@@ -267,13 +321,21 @@ def _bidirectional(x: InBlocks, mixing: Mixing, grid: tuple[int, ...] | None, si
         groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
         if sinks:
             groups.append(NearTokens(x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks], sinks_visible[:, None, None, None]))
-        return combine(q[:, :, first:last], groups, *(y[:, :, first:last] for y in (x.f, mixed, x.far)))
+        far = read_mixed(*(y[:, :, first:last] for y in (x.f, mixed, x.far)))
+        return combine(x.q[:, :, first:last], groups, far)
 
     if torch.is_grad_enabled() or is_traced():
-        return attend(0, number)
-    # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
-    step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
-    return torch.cat([attend(first, at_most(first + step, number)) for first in range(0, number, step)], 2)
+        out = attend(0, blocks.blocks)
+    else:
+        # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
+        step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
+        firsts = range(0, blocks.blocks, step)
+        out = torch.cat([attend(first, at_most(first + step, blocks.blocks)) for first in firsts], 2)
+    out = blocks.merge(out)
+    if not sinks:
+        return out
+    q, k, v, *_ = tokens
+    return torch.cat([_softmax(q[:, :sinks], k, v, real), out[:, sinks:]], 1)
 
 
 def _gather(x: Tensor, block: Tensor) -> Tensor:
@@ -323,22 +385,18 @@ def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
     return F.pad(near, (lead, 0, lead, 0))
 
 
-def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
+def _softmax(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
     """Compute softmax attention of S queries to all N tokens, ``[B, S, H, V]``.
 
     Args:
-        q: queries, ``[B, S, H, Dk]``.
+        q: queries, multiplied by the scale of the scores, ``[B, S, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, V]``.
         visible: mask of the tokens that may be attended to, ``[B, N]`` bool.
-        scale: factor on the scores.
     """
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    no_features = q[..., :0]
-    mixed = v.new_zeros(*v.shape[:2], 0, v.shape[-1] + 1)
-    far = torch.zeros_like(q[..., :1])
-    near = [NearTokens(k, v, visible[:, None, None])]
-    return combine(q * scale, near, no_features, mixed, far).transpose(1, 2)
+    no_far = FarTokens(q.new_zeros(*q.shape[:-1], v.shape[-1] + 1), q.new_zeros(*q.shape[:-1], 1))
+    return combine(q, [NearTokens(k, v, visible[:, None, None])], no_far).transpose(1, 2)
 
 
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:

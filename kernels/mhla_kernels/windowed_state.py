@@ -37,7 +37,7 @@ from mhla_kernels.generation import (
     take_back,
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
-from mhla_kernels.near_far import NearTokens, combine
+from mhla_kernels.near_far import NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
 from mhla_kernels.windowed import CausalWindow, InBlocks, check_window, heads_last, nothing_far
@@ -184,8 +184,8 @@ def mhla_window_prefill(
         mixed = _mixed_after(start, sums, firsts, mixing)
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
         near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible)
-        placed = InBlocks(q_blocks, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
-        out = near.attend(placed, _with_totals(mixed, f.shape[-1]), scale)
+        placed = InBlocks(q_blocks * scale, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
+        out = near.attend(placed, _with_totals(mixed, f.shape[-1]))
         after = _close(start, new_blocks, sink_tokens, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
 
@@ -276,7 +276,8 @@ def mhla_window_step(
         far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
         mixture = _with_totals(opened.mixture, f.shape[-1])
         near = NearTokens(keys, values, visible)
-        out = combine((q * scale)[:, :, None], [near], f[:, :, None], mixture, far_weight[..., None, None])[:, :, 0]
+        far_tokens = read_mixed(f[:, :, None], mixture, far_weight[..., None, None])
+        out = combine((q * scale)[:, :, None], [near], far_tokens)[:, :, 0]
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()

@@ -16,7 +16,9 @@ from mhla_kernels import (
     near_far,
     windowed,
 )
+from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.mixing import MixingLike
+from mhla_kernels.windowed_pairs import pairs_are_cheaper
 from torch import Tensor
 
 SIZE = 4
@@ -32,6 +34,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(near_far, "FEWEST_QUERIES", 1)
         monkeypatch.setattr(near_far, "FEWEST_TRAINED", 1)
         monkeypatch.setattr(windowed, "GATHERED", 100)
+
+
+@pytest.fixture(params=["by pairs", "by blocks"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute attention to all tokens in both forms, one batch row at a time."""
+    monkeypatch.setattr(windowed, "pairs_are_cheaper", lambda *_: request.param == "by pairs")
+    monkeypatch.setattr(windowed, "PART", 1)
 
 
 def tensors(
@@ -149,6 +158,7 @@ def test_far_weights_that_almost_vanish_have_a_large_factor() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("sinks", [0, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_features_that_are_not_contiguous(sinks: int, causal: bool) -> None:
@@ -512,6 +522,7 @@ def tokens_of(case: dict[str, Any]) -> int:
     return case["tokens"] if "tokens" in case else case["block_offsets"][-1]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("kind", mixings())
 @pytest.mark.parametrize("case", GRIDS)
 def test_attention_to_all_tokens(kind: str, case: str) -> None:
@@ -525,6 +536,7 @@ def test_attention_to_all_tokens(kind: str, case: str) -> None:
     torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("kind", mixings())
 @pytest.mark.parametrize("case", ["sequence with a sink", "image with class token", "uneven image"])
 def test_gradients_of_attention_to_all_tokens(kind: str, case: str) -> None:
@@ -539,6 +551,7 @@ def test_gradients_of_attention_to_all_tokens(kind: str, case: str) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
+@pytest.mark.usefixtures("form")
 def test_all_tokens_in_half_precision_and_hidden_completely() -> None:
     inputs = [x.to(torch.bfloat16) for x in tensors(23)]
     mask = torch.ones(2, 23, dtype=torch.bool)
@@ -551,3 +564,29 @@ def test_all_tokens_in_half_precision_and_hidden_completely() -> None:
     assert not out[0].any()
     for gradient in torch.autograd.grad(out.float().square().sum(), leaves):
         assert gradient.isfinite().all()
+
+
+def test_pairs_of_tokens_are_computed_where_they_cost_less() -> None:
+    """Images of 257, 1,370 and 5,330 tokens with a class token."""
+    for tokens, blocks, expected in ((257, 4, True), (1370, 4, False), (5330, 8, False)):
+        offsets = (0, *range(1, tokens, -(-(tokens - 1) // blocks**2)), tokens)
+        layout = TokenLayout(tokens, 0, offsets)
+        assert pairs_are_cheaper(layout, (blocks, blocks), 64, 128, 64) == expected, tokens
+
+
+@pytest.mark.usefixtures("form")
+def test_features_of_near_tokens_that_overflow_together_do_not_matter() -> None:
+    """The product of the features of two neighbors is infinite, and that of all others is not."""
+    inputs = [x.float() for x in tensors(23)]
+    options: dict[str, Any] = {"block_size": SIZE, "causal": False}
+    mixing = torch.ones(6, 6)
+    features, keys = inputs[3].clone(), inputs[4].clone()
+    features[:, 9], keys[:, 9] = 1e25, 1e25
+    inputs[3:5] = features, keys
+    out = mhla_window_attention(*inputs[:5], mixing, far=inputs[5], **options)
+    near_nine = torch.arange(23) // SIZE
+    sees = (near_nine - 2).abs() <= 1
+    keys[:, 9] = 1
+    exact = mhla_window_attention(*inputs[:3], features, keys, mixing, far=inputs[5], **options)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[:, sees], exact[:, sees], rtol=1e-4, atol=1e-4)

@@ -64,7 +64,6 @@ def _attend(problem: CrossProblem, form: Form) -> Tensor:
         # one by one: no product of tokens of different sequences, whose values may be infinite or NaN
         outs = [_of_sequence(problem, queries, keys, form) for queries, keys in sequences]
         return torch.cat(outs, 1)
-    # the parallel form views its scores by blocks, which needs the numbers of tokens
     if form == "parallel" and not problem.layout.is_open:
         return _parallel(problem)
     return reference.attend(cross_weights(problem), problem.v)
@@ -84,10 +83,10 @@ def _of_sequence(problem: CrossProblem, queries: tuple[int, int], keys: tuple[in
 
 
 def _parallel(problem: CrossProblem) -> Tensor:
-    blocks = problem.layout.partition(problem.q.device)
-    (q,) = blocks.queries.line_up(problem.q)
-    k, v = blocks.keys.line_up(problem.k, problem.v)
-    return blocks.queries.take_out(parallel(q, k, v, blocks.matrix(problem.mixing), problem.weighting))
+    partition = problem.layout.partition(problem.q.device)
+    queries, keys = partition.token_blocks(problem.q.device)
+    matrix = partition.matrix(problem.mixing)
+    return parallel(problem.q, problem.k, problem.v, matrix, problem.weighting, queries, keys)
 
 
 def _chunked_in_parts(problem: CrossProblem) -> Tensor:

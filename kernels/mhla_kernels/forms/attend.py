@@ -54,7 +54,6 @@ def attend(problem: Problem, form: Form) -> Tensor:
         return _spanning(problem)
     if form == "chunked":
         return _chunked(problem)
-    # the parallel form views its scores by blocks, which needs the number of tokens
     if form == "parallel" and not layout.is_open:
         return _parallel(problem)
     return reference.attend(attention_weights(problem), problem.v)
@@ -74,10 +73,8 @@ def attention_weights(problem: Problem) -> Tensor:
 
 def _parallel(problem: Problem) -> Tensor:
     layout = problem.layout
-    blocks = layout.partition(problem.q.device)
-    matrix = blocks.expand_mixing(problem.mixing.matrix(layout.most_blocks))
-    q, k, v = blocks.line_up(problem.q, problem.k, problem.v)
-    return blocks.take_out(parallel(q, k, v, matrix, problem.weighting))
+    matrix, where = problem.mixing.matrix(layout.most_blocks), layout.token_blocks(problem.q.device)
+    return parallel(problem.q, problem.k, problem.v, matrix, problem.weighting, where, where)
 
 
 def _chunked(problem: Problem) -> Tensor:
