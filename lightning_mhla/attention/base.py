@@ -158,7 +158,7 @@ class Attention(AttentionKind):
 
         Args:
             x: tokens, in raster order, or in block order if the layer was built with ``block_ordered``.
-            key_mask: mask of visible tokens, ``[B, N]`` bool, in the order of ``x``. Hidden tokens do not influence other
+            key_mask: ``[B, N]`` bool, False for hidden tokens, in the order of ``x``. Hidden tokens do not influence other
                 tokens, even if they contain NaN, and their outputs are zero. None if all tokens are visible.
             rotary: rotary angles of the tokens, in the order of ``x``; None to compute them from positions counted from 0.
                 Layers for images always compute the angles from row and column.
@@ -247,7 +247,7 @@ class Attention(AttentionKind):
         Args:
             x: tokens ``[B, N, dim]``, in raster order, or in block order if the layer was built with ``block_ordered``. Rows
                 and columns of the result have the same order.
-            key_mask: mask of visible tokens, ``[B, N]`` bool; None if all tokens are visible.
+            key_mask: ``[B, N]`` bool, False for hidden tokens; None if all tokens are visible.
             rotary: rotary angles of the tokens, in the order of ``x``; None to compute them.
             projections: projections to use if the layer has none of its own; None for the layer's own.
 

@@ -140,9 +140,9 @@ class AttentionConfig:
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
         normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
         if normalized and self.feature_map == "identity":
-            raise ValueError("normalize wants nonnegative queries and keys; feature_map 'identity' does not give them")
+            raise ValueError("normalize needs nonnegative queries and keys, which feature_map 'identity' does not give")
         if self.feature_map == "learned" and (self.key_weighting or self.normalize_before_rotary):
-            raise ValueError("feature_map 'learned' comes without key_weighting and normalize_before_rotary")
+            raise ValueError("feature_map 'learned' does not support key_weighting or normalize_before_rotary")
         signed = self.rotary and not self.normalize_before_rotary and self.feature_map != "learned"
         if normalized and signed:
             raise ValueError(
@@ -238,7 +238,7 @@ def layout_for(
         configs: configurations of the layers.
         grid: number of tokens along each axis.
         prefix_tokens: number of tokens before the grid, such as class tokens.
-        causal: tokens that a token attends to. Every layer uses blocks if it is ``"block"``.
+        causal: True for causal attention; ``"block"`` for block-causal attention, in which every layer uses blocks.
 
     Raises:
         ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor

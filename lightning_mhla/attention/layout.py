@@ -109,7 +109,7 @@ class BlockLayout:
             )
         if any(not 1 <= count <= length for count, length in zip(blocks, self.grid, strict=True)):
             raise ValueError(
-                f"block_grid {blocks} does not fit the token grid {self.grid}: each axis needs at least one token a "
+                f"block_grid {blocks} does not fit the token grid {self.grid}: each axis needs at least one token per "
                 f"block; use at most {self.grid}, or smaller patches"
             )
         return blocks

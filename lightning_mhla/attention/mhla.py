@@ -83,7 +83,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         check_blocks(config, layout)
         if self.causal and "block_size" not in self.blocks:
             raise ValueError(
-                f"causal attention needs equal blocks, the last one short at most; {layout} has uneven ones"
+                f"causal attention needs blocks of equal size, except for a shorter last one; {layout} has uneven ones"
             )
         options: dict[str, Any] = {
             "heads": heads if config.mixing_per_head else None,
@@ -154,7 +154,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return how many weighted block summaries are added to compute the weighted sum of summaries for each block.
+        """Return how many weighted block summaries are added in total to compute the mixed summaries of all blocks.
 
         Args:
             tokens: number of tokens of the sequence.

@@ -87,7 +87,7 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def check_init(init: str) -> None:
-    """Raise ValueError if ``init`` is not the name of initial mixing coefficients."""
+    """Raise ValueError unless ``init`` names initial mixing coefficients: ``"locality"`` or ``"uniform"``."""
     if init not in ("locality", "uniform"):
         raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
 
@@ -170,7 +170,8 @@ class FreeCoefficients(MixingCoefficients):
     """Base class of dense mixing coefficients: one free coefficient for each pair of blocks.
 
     Args:
-        start: initial coefficients, ``[Mq, Mk]``; those outside the bounds are set to the nearest bound.
+        start: initial coefficients, ``[Mq, Mk]`` for Mq query blocks and Mk key blocks; those outside the bounds are set to the
+            nearest bound.
         heads: number of heads, each with its own coefficients; None for coefficients shared by all heads.
         trainable: whether the coefficients are trained.
     """

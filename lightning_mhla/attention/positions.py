@@ -76,7 +76,7 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
         ValueError: if the width is not a multiple of 4.
     """
     if width % 4:
-        raise ValueError(f"rotary positions in images need heads of a width that 4 divides, not {width}")
+        raise ValueError(f"rotary positions in images need a head width divisible by 4, not {width}")
     frequencies = base ** -torch.linspace(0, 1, width // 4, dtype=torch.float64, device="cpu")
     rows, columns = (torch.arange(length, dtype=torch.float64, device="cpu") for length in grid)
     by_row, by_column = (torch.outer(places, frequencies) for places in (rows, columns))

@@ -8,11 +8,11 @@ from torch.nn import functional as F
 
 
 def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
-    """Compute the mask of non-padding tokens in ``x``, ``[B, N]`` bool.
+    """Compute the mask of the tokens in ``x`` that are not padding, ``[B, N]`` bool, False for padding.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``, earlier columns to previous tokens.
-            None if there is no padding.
+        attention_mask: ``[B, columns]`` of any dtype, 0 or False for padding. The last N columns belong to ``x``, earlier
+            columns to previous tokens. None if there is no padding.
         x: tokens ``[B, N, ...]``.
 
     Raises:
@@ -61,12 +61,13 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     :func:`real_mask` and :func:`padding_last`, which do not wait.
 
     Args:
-        attention_mask: ``[B, columns]``, 0 for padding. The last N columns belong to ``x``. None if there is no padding.
+        attention_mask: ``[B, columns]`` of any dtype, 0 or False for padding. The last N columns belong to ``x``. None if no
+            token is padding.
         x: tokens ``[B, N, ...]``.
 
     Returns:
-        Three values: the mask of non-padding tokens, ``[B, N]`` bool; the number of these tokens in each row; and a permutation
-        ``[B, N]`` that puts them first in each row, or None if they already come first.
+        Three values: a mask ``[B, N]`` bool, True for non-padding tokens; the number of these tokens in each row; and a
+        permutation ``[B, N]`` that puts them first in each row, or None if they already come first.
     """
     real = real_mask(attention_mask, x)
     if attention_mask is None:

@@ -205,5 +205,13 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return int(self.layout.operator_blocks["block_size"]) if self.causal == "block" else 1
 
     def _is_earlier(self, key: Tensor, query: Tensor) -> Tensor:
-        """Return where a key position is in the block of a query position or before it, as a bool tensor."""
+        """Compare positions: True where a key is in the block of a query or in an earlier one, as causal attention requires.
+
+        Args:
+            key: positions of keys in the sequence, integers of any shape.
+            query: positions of queries, in a shape that broadcasts with that of ``key``.
+
+        Returns:
+            Bool tensor in the broadcast shape.
+        """
         return key // self.block_tokens <= query // self.block_tokens

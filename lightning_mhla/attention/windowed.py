@@ -26,7 +26,7 @@ from lightning_mhla.attention.mixing import DenseCoefficients
 class FarWeight(nn.Module):
     """Learned factor for each head that multiplies the attention weights of far tokens.
 
-    Far tokens are the tokens before the softmax window. The factors are stored as logarithms.
+    Far tokens are the tokens outside the softmax window. The factors are stored as logarithms.
 
     Args:
         heads: number of heads.
@@ -52,11 +52,11 @@ class WindowOptions:
         far_init: number added to the logarithms of the factors on far tokens at the start of training. A negative number starts
             closer to attention to near tokens only, and ``-.inf`` stays there.
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
-            StreamingLLM, arXiv 2309.17453). At most the block size. Images and video do not use it: their prefix tokens, such
-            as a class token, are always sinks.
+            StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
+            such as a class token, are always sinks.
 
     Raises:
-        ValueError: if ``sinks`` is negative, or ``far_init`` is not a number or is infinite above.
+        ValueError: if ``sinks`` is negative, or ``far_init`` is NaN or positive infinity.
     """
 
     far_init: float = 0.0
@@ -126,7 +126,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention.
 
-        They are the queries, keys and values, the features of queries and keys for far tokens (those before the softmax
+        They are the queries, keys and values, the features of queries and keys for far tokens (those outside the softmax
         window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
         """
         q, k = inputs.turned

@@ -72,11 +72,11 @@ class ExponentialMovingAverage(Callback):
         self._swap(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict for the checkpoint with the number of the optimizer step at which the average was last updated."""
+        """Return, as a dict for the checkpoint, the optimizer step at which the average was last updated."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore, from a checkpoint, the number of the optimizer step at which the average was last updated."""
+        """Restore from a checkpoint the optimizer step of the latest update of the average."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:

@@ -88,15 +88,15 @@ class BestCheckpoints:
 
     @property
     def wanted(self) -> bool:
-        """Whether any ModelCheckpoint has requested a save of the current state."""
+        """Whether a ModelCheckpoint has requested that the current state be saved."""
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
         The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
-        ``save_last`` and its own ``last.ckpt`` is a different path than ``last``, ``last_model_path`` is set to its own path,
-        and :meth:`finish` later saves the checkpoint at that path too, as a hard link where possible.
+        ``save_last`` and writes its own ``last.ckpt`` to a path other than ``last``, ``last_model_path`` is set to that path,
+        and :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.
@@ -113,7 +113,7 @@ class BestCheckpoints:
     def plan(self, folder: Path) -> dict[str, list[str]]:
         """Return the hard links to create once the next checkpoint is written, and the files to remove afterwards.
 
-        The links lead to this checkpoint, which also stores the result.
+        The links point to that checkpoint, which also stores the returned dict.
 
         Args:
             folder: folder of the run's checkpoints.

@@ -16,7 +16,7 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Callback that plots the logged metrics against the optimizer step, in the file ``learning_curves.png``.
+    """Callback that plots the logged metrics against the optimizer step, and writes them to ``learning_curves.png``.
 
     The file lies in the folder of the run's checkpoints. Metrics whose names differ only in the prefix, such as ``train/loss``
     and ``val/loss``, share a plot. For a linearized model, the loss of the steps that match its layers has a plot of its

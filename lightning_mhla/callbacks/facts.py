@@ -22,10 +22,10 @@ from lightning_mhla.system.steps import steps_of_run
 
 @runtime_checkable
 class SkipsParts(Protocol):
-    """Protocol of callbacks that can say which of their parts a run went without."""
+    """Protocol of callbacks that can report which parts of their output a run skipped."""
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return a sentence for each part that this callback skipped until now, with the reason and the option to change."""
+        """Return one sentence for each part of its output that the callback has skipped, with the reason."""
 
 
 def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         module: module that is trained.
 
     Returns:
-        Dict with ``model`` and ``data`` (class names), ``data_options`` (other options of the data that differ from their
+        Dict with ``model`` and ``data`` (class names), ``data_options`` (options of the data module that differ from their
         defaults, without secrets), ``attention`` (list of kinds, each with the number of layers and the options that differ
         from their defaults), ``network`` (class of the network), ``lr`` (peak learning rate or None), ``batch_size``,
         ``hardware``, ``precision`` and ``usage`` (commands to use the model with, by purpose).
@@ -119,14 +119,14 @@ def _hardware(trainer: Trainer) -> str:
 
 
 def _processor() -> str:
-    """Return the name of the processor after a comma; empty if the system does not tell it."""
+    """Return a comma and the name of the processor; an empty string if the system does not report it."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((f", {line.partition(':')[2].strip()}" for line in lines if line.startswith("model name")), "")
 
 
 def skipped_parts(trainer: Trainer, points: Mapping[str, list[tuple[int, float]]]) -> list[str]:
-    """Return a sentence for each part of a report that the run went without, with the reason and the option to change.
+    """Return one sentence for each part that is missing from the report of a run, with the reason.
 
     Args:
         trainer: trainer of the run, at its end.
@@ -156,7 +156,7 @@ def _skipped_validation(trainer: Trainer, points: Mapping[str, list[tuple[int, f
 
 
 def _validation_period(trainer: Trainer) -> str:
-    """Say how often a run validates, and which option to change for a validation at its end."""
+    """Return a clause that says why a run does not end with a validation, where possible with the option to change."""
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if epochs is None or interval not in (1.0, None):
         unit = " of an epoch" if isinstance(interval, float) else ""

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class FiniteWatch(Callback):
     """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
-    If one of them is NaN or infinite, the batch is repeated with hooks that inspect the values of every module. Training then
+    If one of them is NaN or infinite, the step is repeated with hooks that inspect the values of every module. Training then
     stops or skips the step. The error or warning names the first module with a non-finite output or, in the backward pass, the
     module where the gradient stops being finite. All processes make the same decision.
 

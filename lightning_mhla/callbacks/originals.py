@@ -1,4 +1,4 @@
-"""Scores of the model whose attention a run replaced, taken from the record of the run that trained it."""
+"""Scores of a model before a run replaced its attention, taken from the record of the run that trained it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shard
 
 
 def original_scores(folder: Path) -> dict[str, float]:
-    """Return the last validation metrics of the run that trained the original model of a linearized one.
+    """Return the last validation metrics of the model whose attention a run replaced, from the run that trained it.
 
     The scores are returned only if the two runs validate on the same data, so that they can be compared.
 
@@ -26,7 +26,8 @@ def original_scores(folder: Path) -> dict[str, float]:
         folder: folder of the run whose model had its attention replaced, with ``config.yaml``.
 
     Returns:
-        Finite metrics by name; empty if the model is not a linearized one, or if its original is not a run of the same data.
+        Finite metrics by name; empty if the run did not replace attention, or if no run with the same validation data trained
+        the original model.
     """
     config = _options(folder)
     model, data = config.get("model", {}), config.get("data")
@@ -47,10 +48,10 @@ def original_scores(folder: Path) -> dict[str, float]:
 
 
 def _loaded_step(path: Path) -> int | None:
-    """Return the step in the name of a checkpoint; None for ``last.ckpt`` and for a run, whose latest checkpoint is loaded.
+    """Return the optimizer step in the name of a checkpoint; None for ``last.ckpt`` and for the folder of a run.
 
     Raises:
-        ValueError: if the name of a different checkpoint has no step, so that its scores are not known.
+        ValueError: if the name of any other checkpoint does not contain a step.
     """
     if path.name == "last.ckpt" or (path.is_dir() and path.suffix != ".ckpt"):
         return None
@@ -61,7 +62,7 @@ def _loaded_step(path: Path) -> int | None:
 
 
 def _options(folder: Path) -> Mapping[str, Any]:
-    """Return the configuration of a run; empty if it has none that can be read."""
+    """Return the configuration of a run; an empty mapping if the run has no readable configuration."""
     path = folder / "config.yaml"
     try:
         content = read_yaml(path) if path.exists() else {}

@@ -66,7 +66,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = state_dict["evaluated"]
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return a sentence if the run ended without an evaluation, with the reason."""
+        """Return a list with one sentence that gives the reason if the run had no evaluation; otherwise an empty list."""
         if self._evaluated >= 0 or self.at_end:
             return []
         period = (

@@ -69,9 +69,9 @@ class AttentionPictures(Callback):
     """Callback that draws mixing coefficients and attention maps, and logs the rank and entropy of attention matrices.
 
     The callback uses one sample of the first validation batch, with the same model weights as validation. Pictures are drawn
-    every ``every_n_epochs`` epochs and after the last step. They go to ``pictures/`` in the log folder and to TensorBoard. At
-    the pictures of a validation, ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>`` are logged to every logger,
-    where ``i`` is the number in the module name of the layer.
+    every ``every_n_epochs`` epochs and after the last step. They are written to ``pictures/`` in the log folder and to
+    TensorBoard. Whenever pictures are drawn during a validation, ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>``
+    are also logged to every logger, where ``i`` is the number in the module name of the layer.
 
     Args:
         every_n_epochs: number ``n`` of epochs between pictures. They are drawn at the first validation in every n-th epoch
@@ -201,7 +201,7 @@ class AttentionPictures(Callback):
         self._draw(trainer, batch)
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return a sentence for each reason why the run has no pictures, or none of some layers."""
+        """Return one sentence for each reason why the run has no pictures at all, or no pictures of certain layers."""
         layers = numbered_layers(trainer.lightning_module)
         large = {number: layer.layout.num_tokens for number, layer in layers.items()}
         large = {number: tokens for number, tokens in large.items() if tokens > self.max_tokens}
@@ -252,7 +252,7 @@ def _shares_sequences(module: Any) -> bool:
 
 
 def _first_validation_batch(trainer: Trainer, module: LightningModule) -> Any:
-    """Return the first batch of the first validation loader, as Lightning gives it to the validation step; None without one.
+    """Return the first batch of the first validation loader, as Lightning passes it to the validation step, or None.
 
     Every process must call this function.
     """

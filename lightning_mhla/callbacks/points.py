@@ -50,17 +50,17 @@ MATCHING = "train/layer_distance"
 
 
 def matching_steps(module: Any) -> int:
-    """Return the number of optimizer steps in which a module matches its new layers to the original ones; 0 for none."""
+    """Return how many optimizer steps a training module spends on matching new layers to original ones; 0 if none."""
     return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
 
 
 def separate_stages(
     points: Mapping[str, Sequence[tuple[int, float]]], matching_steps: int
 ) -> dict[str, Sequence[tuple[int, float]]]:
-    """Separate the training losses of the two stages of a linearized model, whose values cannot be compared.
+    """Separate the training losses of the two stages of a linearized model, because they cannot be compared.
 
     In the first stage, ``train/loss`` equals ``train/layer_distance``, and is left out. In the second stage, the trainer still
-    reports the last ``train/layer_distance``, which is left out, too.
+    reports the last ``train/layer_distance``, which is also left out.
 
     Args:
         points: (step, value) pairs by the name of the metric.

@@ -363,6 +363,6 @@ def _is_over(trainer: Trainer) -> bool:
 
 
 def is_leaving(trainer: Trainer) -> bool:
-    """Return whether a run has saved its state after a stop signal and is about to exit, without time for pictures."""
+    """Return whether a run has saved its state after a stop signal and is about to exit, with no time to draw pictures."""
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
     return any(isinstance(callback, Recovery) and callback.leaving for callback in callbacks)

@@ -24,7 +24,7 @@ from lightning_mhla.system.torch_private import get_default_store
 log = logging.getLogger(__name__)
 
 PHASES = ("has not begun it", "computes it", "validates before it")
-"""Phases of a process after a batch, as predicates of a sentence, in their order."""
+"""Phases of a process with respect to a batch, in order, worded as predicates for log messages."""
 
 
 class StallWatch(Callback):
@@ -56,15 +56,15 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has received a training batch."""
+        """Update the reported progress of this process: it has received a training batch."""
         self._move(trainer, 1)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has finished a training batch."""
+        """Update the reported progress of this process: it has finished a training batch."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the progress that this process reports: it has finished a validation batch."""
+        """Update the reported progress of this process: it has finished a validation batch."""
         if self._thread is not None:
             self._move(trainer, 2)
 

@@ -29,9 +29,10 @@ MOVED: Mapping[str, Mapping[str, str]] = {
     "model": {**{name: f"training.{name}" for name in TRAINING}, **{name: f"shape.{name}" for name in SHAPE}},
     "data": {name: f"shards.{name}" for name in SHARDS},
 }
-"""Moved options of models and data modules: former names, each with the present name ``GROUP.NAME``.
+"""Current name ``GROUP.NAME`` of each moved option of models and of data modules, by former name.
 
-:func:`moved_options` selects those of a class. ``PythonSource``, for example, keeps ``cache_dir``.
+:func:`moved_options` selects the ones that have moved in a given class; in ``PythonSource``, for example, ``cache_dir`` has
+not.
 """
 
 
@@ -142,7 +143,7 @@ class TakesFormerNames(LightningModule):
 
     @restricted_classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *arguments: Any, **options: Any) -> Self:  # noqa: N805  a classmethod
-        """Load a module as Lightning does, and accept local checkpoints that store options under former names.
+        """Load a module as Lightning does, but also accept local checkpoints that store options under former names.
 
         Args:
             checkpoint_path: path, URL or open file of the checkpoint.

@@ -28,7 +28,10 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 log = logging.getLogger(__name__)
 
 COMMON = ("qkv.", "proj.")
-"""Parts of an attention layer that every kind has. Other parts keep initial values if missing or of a different size."""
+"""Parts of an attention layer that every kind has.
+
+Other parts keep their initial values if the pretrained model lacks them or has them in a different size.
+"""
 
 
 @dataclass(frozen=True)

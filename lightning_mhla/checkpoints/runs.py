@@ -41,7 +41,7 @@ LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevent
 """Names of files that Lightning and its loggers write before the first step."""
 
 STARTED = time.time() - 1
-"""Approximate start time of this process, one second early because file systems round times."""
+"""Approximate start time of this process in seconds since the epoch, one second early because file systems round times."""
 
 BEFORE = re.compile(
     r"""

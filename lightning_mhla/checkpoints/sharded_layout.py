@@ -1,4 +1,4 @@
-"""Conversion between JSON and torch's metadata of a sharded checkpoint, which say where each tensor is stored.
+"""Conversion between JSON and torch's metadata of a sharded checkpoint, which records where each tensor is stored.
 
 torch stores the metadata as a pickle, ``.metadata``, which can run code when it is read. JSON cannot run code.
 """

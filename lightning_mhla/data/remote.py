@@ -169,9 +169,9 @@ class Download:
         sink: seekable stream to write the file to, from the beginning.
         most: maximum size of the file in bytes. A larger file is an error.
         stop: event that cancels the download; None if nothing cancels it.
-        make_check: function that creates a check of the content, whenever the download starts from the beginning. The check is
-            a function that receives the pieces of the file in order, and raises BrokenContentError for wrong content. None for
-            no check.
+        make_check: function that is called whenever the download starts from the beginning, and creates a check of the content.
+            The check is a function that receives the pieces of the file in order, and raises BrokenContentError for wrong
+            content. None for no check.
     """
 
     def __init__(
@@ -267,7 +267,7 @@ def _described(answer: Any, encoded: bool) -> tuple[Version, int]:
     """Read the version of a file, and the position in the file at which a response starts, from HTTP response headers.
 
     Args:
-        answer: response of aiohttp.
+        answer: response object of the aiohttp library.
         encoded: whether the response is compressed, so that its length is not the size of the file.
 
     Returns:
@@ -305,9 +305,9 @@ def download(
         stop: event that cancels the download; None if nothing cancels it.
         attempts: number of consecutive failures after which the download fails. An attempt that received at least 64 KiB
             restarts this count.
-        make_check: function that creates a check of the content, whenever the download starts from the beginning. The check is
-            a function that receives the pieces of the file in order, and raises BrokenContentError for wrong content. None for
-            no check.
+        make_check: function that is called whenever the download starts from the beginning, and creates a check of the content.
+            The check is a function that receives the pieces of the file in order, and raises BrokenContentError for wrong
+            content. None for no check.
 
     Raises:
         FileNotFoundError: if the file does not exist on the server.

@@ -34,7 +34,7 @@ LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Limits of a shard: characters of a member's name, number of different extensions, bytes of zeros at the file's end."""
 
 MOST_MEMBERS = 100_000
-"""Maximum number of members of a shard; scanning as many takes two seconds."""
+"""Maximum number of members of a shard; scanning that many takes two seconds."""
 
 LONGEST_HEADER, MOST_HEADERS = 1 << 20, 1 << 24
 """Maximum size in bytes of an extended header (PAX, GNU), which is read into memory, and of all those of a shard."""

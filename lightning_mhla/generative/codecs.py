@@ -1,4 +1,4 @@
-"""Frozen autoencoders of diffusers, which convert images and video clips to latents and back."""
+"""Frozen autoencoders from diffusers, which convert images and video clips to latents and back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHUNK = 8
 
 
 class FrozenVAE:
-    """Frozen VAE of the diffusers library, loaded on first use.
+    """Frozen VAE from the diffusers library, loaded on first use.
 
     This class is not an ``nn.Module``, so the VAE is neither trained nor saved in checkpoints.
 
@@ -39,7 +39,7 @@ class FrozenVAE:
             self._model.cpu()
 
     def model(self, device: torch.device) -> Any:
-        """Return the VAE on the given device, and load it at the first call.
+        """Return the VAE on the given device, and load it on the first call.
 
         Raises:
             FileNotFoundError: if there is no VAE at the path given to the constructor.
@@ -66,7 +66,7 @@ class FrozenVAE:
 
 
 class LatentCodec(FrozenVAE):
-    """Codec between images and latents that uses the VAE class ``AutoencoderKL`` of diffusers.
+    """Codec between images and latents that uses diffusers' VAE class ``AutoencoderKL``.
 
     Args:
         path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
@@ -122,12 +122,16 @@ class LatentCodec(FrozenVAE):
             return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
 
     def scale(self, device: torch.device) -> float:
-        """Return the factor by which latents are multiplied after encoding; the configuration of the VAE contains it."""
+        """Return the scaling factor in the VAE's configuration, by which latents are multiplied after encoding.
+
+        Args:
+            device: device to which the VAE is moved.
+        """
         return float(self.model(device).config.scaling_factor)
 
 
 class ClipCodec(FrozenVAE):
-    """Codec between video clips and latents that uses the VAE of Wan, ``AutoencoderKLWan`` of diffusers.
+    """Codec between video clips and latents that uses the VAE of Wan, diffusers' class ``AutoencoderKLWan``.
 
     Args:
         path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the

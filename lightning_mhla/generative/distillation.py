@@ -92,7 +92,7 @@ class VelocityHost(LinearizedHost):
         """Predict the velocity of noisy samples in float32.
 
         Args:
-            network: transformer of diffusers.
+            network: transformer from the diffusers library.
             inputs: noisy samples, timesteps and embedded captions, in this order.
         """
         return self.velocity(network, *inputs).float()

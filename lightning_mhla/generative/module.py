@@ -44,11 +44,11 @@ class GenerativeModule(TrainingModule):
         """
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Include the losses of a batch in the mean validation loss, with a fixed timestep and fixed noise for each sample."""
+        """Add the losses of a batch to the mean validation loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Include the losses of a batch in the mean test loss, with a fixed timestep and fixed noise for each sample."""
+        """Add the losses of a batch to the mean test loss, with a fixed timestep and fixed noise for each sample."""
         self._evaluate(batch, "test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

@@ -73,7 +73,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
 
     Args:
         path: path of a folder, or name on the Hugging Face hub.
-        kind: class of the model in diffusers.
+        kind: diffusers class of the model.
         what: description of the model, for error messages.
         option: text that precedes the path in error messages, such as the name of the option that contains the path.
 

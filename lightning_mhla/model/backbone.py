@@ -20,7 +20,7 @@ from lightning_mhla.model.block import Block, MlpKind, NormKind, make_norm
 from lightning_mhla.model.cache import GenerationCache
 
 SHARED_BLOCK = 64
-"""Unit in which processes share a sequence, in tokens, if no layer uses blocks."""
+"""Number of tokens in the units by which a sequence is divided among processes, if no layer uses attention blocks."""
 
 
 class Backbone(LayoutTables):
@@ -139,8 +139,8 @@ class Backbone(LayoutTables):
             x: tokens ``[B, N, dim]`` in raster order, prefix tokens first.
             condition: conditioning vectors, ``[B, condition_dim]``; required with ``condition_dim``.
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
-            key_mask: mask of tokens that may be attended to, ``[B, N]`` bool, in raster order; None for all.
-            context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
+            key_mask: ``[B, N]`` bool, True for tokens that may be attended to, in raster order; None if all may be.
+            context_mask: ``[B, L]`` bool, True for context tokens that may be attended to; None if all may be.
             cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N; causal backbones
                 only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
@@ -208,7 +208,7 @@ class Backbone(LayoutTables):
         return x
 
     def share(self, group: dist.ProcessGroup, tokens: int) -> SequenceShare:
-        """Return which part of each sequence this process holds, if sequences are distributed over processes.
+        """Return the part of each sequence that this process holds, if sequences are distributed over processes.
 
         Args:
             group: process group.

@@ -139,8 +139,8 @@ class Block(nn.Module):
             x: tokens, ``[B, N, dim]``, in block order if ``block_ordered``.
             condition: conditioning vectors, ``[B, condition_dim]``; required with ``condition_dim``.
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
-            key_mask: mask of tokens that may be attended to, ``[B, N]`` bool; None for all.
-            context_mask: mask of context tokens that may be attended to, ``[B, L]`` bool; None for all.
+            key_mask: ``[B, N]`` bool, True for tokens that may be attended to; None if all may be.
+            context_mask: ``[B, L]`` bool, True for context tokens that may be attended to; None if all may be.
             rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
             cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N; causal attention
                 only. None if each row is one sequence.

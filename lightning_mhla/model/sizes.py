@@ -15,7 +15,7 @@ def model_shape(
 
     Args:
         named: published sizes by name.
-        size: name of a published size; None to give the three numbers.
+        size: name of a published size; None if the three numbers are given.
         dim: width of the tokens.
         depth: number of blocks.
         heads: number of attention heads.

@@ -54,7 +54,7 @@ def state_space_dual(
 ) -> tuple[Tensor, Tensor]:
     """Compute the state-space dual of Mamba-2 with fla-core's GPU kernel.
 
-    This is :func:`lightning_mhla.recurrence.state_space_dual` without its checks of the arguments.
+    Unlike :func:`lightning_mhla.recurrence.state_space_dual`, this function does not check its arguments.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -88,7 +88,7 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute gated linear attention with fla-core's GPU kernel.
 
-    This is :func:`lightning_mhla.recurrence.gated_linear_attention` without its checks of the arguments.
+    Unlike :func:`lightning_mhla.recurrence.gated_linear_attention`, this function does not check its arguments.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -121,7 +121,7 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule with fla-core's GPU kernel.
 
-    This is :func:`lightning_mhla.recurrence.gated_delta_rule` without its checks of the arguments.
+    Unlike :func:`lightning_mhla.recurrence.gated_delta_rule`, this function does not check its arguments.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.

@@ -61,13 +61,13 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     if part == "lora":
         _add_adapters(model, [name for _, _, layer, new in replaced for name in _projections(model, layer, new)], lora)
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"train={part!r} leaves nothing to train: replacing added no parameters")
+        raise ValueError(f"train={part!r} leaves nothing to train: the replacement added no parameters")
 
 
 def _projections(model: nn.Module, host: nn.Module, new: nn.Module) -> list[str]:
     """Return the names, within ``model``, of the linear layers in ``host`` that do not belong to the new attention.
 
-    The linear layers of GPT-2 are of transformers' class Conv1D.
+    Layers of transformers' class ``Conv1D``, which GPT-2 uses instead of ``nn.Linear``, are included.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.

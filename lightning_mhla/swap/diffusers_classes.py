@@ -37,16 +37,16 @@ DTYPE = "dtype"
 
 
 class SwappedDiffusersModel(SwappedClass):
-    """Base class of diffusers models with replaced attention: saves and loads them, and builds them from a configuration."""
+    """Base class of diffusers models with replaced attention, with methods to save, load and build them."""
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a diffusers model class for models with replaced attention.
+        """Return the class for models with replaced attention that is derived from a diffusers model class.
 
-        The subclass is created on the first call.
+        The class is created on the first call.
 
         Args:
-            host: model class of diffusers. If it already is such a subclass, it is returned unchanged.
+            host: diffusers model class. If it already is such a class, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host
@@ -157,7 +157,7 @@ class SwappedDiffusersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the subclass of the diffusers model class ``name`` for models with replaced attention, so that it can be imported.
+    """Return the class for models with replaced attention that is derived from the diffusers model class ``name``.
 
     Raises:
         AttributeError: if diffusers does not have a model class of this name.

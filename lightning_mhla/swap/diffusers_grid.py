@@ -66,11 +66,11 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
 
     Args:
         x: projected tokens, ``[B, N, H * D]`` for B rows of N tokens and H heads.
-        norm: norm of diffusers' attention module over each head or over all heads together; None without one.
+        norm: norm layer of the diffusers attention module, over each head or over all heads together; None if it has none.
         width: width D of a head.
 
     Returns:
-        ``[B, N, H, D]``, in the dtype of ``x``, or in float32 for float16, in which sums over a block overflow.
+        ``[B, N, H, D]`` in the dtype of ``x``; in float32 if that dtype is float16, in which sums over a block overflow.
     """
     # the width of its weight tells whether a norm is over each head or across all of them
     across = norm is not None and norm.weight.shape[-1] != width
@@ -81,7 +81,15 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
 
 
 def merge_heads(attn: Any, x: Tensor) -> Tensor:
-    """Project outputs of the heads, ``[B, N, H * D]``, to tokens with the output layers of an attention module."""
+    """Project the outputs of the heads to tokens.
+
+    Args:
+        attn: diffusers attention module, whose output layers are used.
+        x: outputs of the H heads, ``[B, N, H * D]``.
+
+    Returns:
+        Tokens ``[B, N, C]``.
+    """
     if attn.to_out[0].weight.dtype == torch.float16:  # split_heads converted the heads to float32
         x = x.half()
     for layer in attn.to_out:
@@ -116,7 +124,15 @@ class GridProcessor(nn.Module):
         self.fitted: tuple[BlockLayout, torch.device] | None = None
 
     def fit(self, tokens: Tensor) -> BlockLayout | None:
-        """Set the block layout of the attention for tokens ``[B, N, C]``; return it instead while torch traces."""
+        """Set the block layout of the attention for the model's current input.
+
+        Args:
+            tokens: input of the attention, ``[B, N, C]``.
+
+        Returns:
+            The layout while ``torch.compile`` or ``torch.export`` traces the model, which leaves the attention unchanged;
+            otherwise None.
+        """
         return fit(self, self.attention, self.grid.layout(self.blocks, tokens.shape[1]), tokens.device)
 
 
@@ -124,8 +140,8 @@ def check_modules(name: str, modules: Mapping[int, Any], processor: str, unsuppo
     """Check that diffusers' attention modules have no feature that swapped attention lacks.
 
     Args:
-        name: name of the modules in their blocks, for error messages.
-        modules: attention modules by the number of their block.
+        name: attribute of the transformer blocks that holds these modules, such as ``attn1``, for error messages.
+        modules: attention modules, by block number.
         processor: name of the class of the processor that the new attention replaces.
         unsupported: attributes that swapped attention does not support, with the values they must have.
 

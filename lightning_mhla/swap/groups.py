@@ -1,4 +1,4 @@
-"""Interface of a group of attention layers of a library's models: their self-attention, or their cross-attention."""
+"""Interface for one group of attention layers in the models of a library: self-attention or cross-attention."""
 
 from __future__ import annotations
 
@@ -61,7 +61,15 @@ class LayerGroup(ABC, Generic[New, Config]):
         """
 
     def complete(self, model: Any, config: Config) -> Config:
-        """Return a configuration with all options set whose defaults depend on the model. The base class changes nothing."""
+        """Set the options of a configuration whose defaults depend on the model. The base class changes nothing.
+
+        Args:
+            model: model whose attention is to be replaced.
+            config: configuration of the new attention.
+
+        Returns:
+            The completed configuration.
+        """
         return config
 
     def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, New]:
@@ -106,14 +114,14 @@ class LayerGroup(ABC, Generic[New, Config]):
         raise NotImplementedError(f"models of {library} do not keep the attention that was replaced")
 
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:
-        """Return which tokens of an attention layer's input are not padding. The base class always returns None.
+        """Return a mask of the tokens in an attention layer's input that are not padding. The base class always returns None.
 
         Args:
             options: keyword arguments with which the layer was called.
             x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
 
         Returns:
-            Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+            ``[B, N]`` bool, False for padding; None if no token is padding.
         """
         return None
 

@@ -52,7 +52,7 @@ class ReplacedLayer(NamedTuple):
     """Layer whose attention was replaced.
 
     Attributes:
-        group: self-attention or cross-attention of the library, to which the layer belongs.
+        group: group to which the layer belongs, the self-attention or the cross-attention of the library's models.
         number: number of the layer in its group.
         module: attention module of the library, whose projections stay in use.
         attention: the new attention.
@@ -83,11 +83,12 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
     def restore(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Replace self-attention and cross-attention of a model in place, as :meth:`record` returned it for another model.
+        """Replace self-attention and cross-attention of a model in place, as recorded for another model.
 
         Args:
             model: model with its original attention.
-            record: record of the replacement, see :meth:`remember`.
+            record: record of the replacement in the other model, as :meth:`record` returns it; :meth:`remember` describes its
+                form.
 
         Raises:
             ValueError: if a layer or its new attention is not supported.
@@ -107,7 +108,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         return replaced_layers
 
     def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
-        """Divide the tokens of the model's next inputs into a different number of blocks, in layers whose kind has blocks.
+        """Divide the tokens of the model's next inputs into a different number of blocks, in all layers that use blocks.
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
@@ -120,7 +121,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
-        """Context manager in which replaced layers compute their original attention, with the current projection weights.
+        """Context manager in which replaced layers compute their original attention, using their current projections.
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
@@ -140,11 +141,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:
-        """Return the record of how a model's attention was replaced, as :meth:`remember` stored it.
-
-        Returns:
-            The record, see :meth:`remember`; None if the attention was not replaced.
-        """
+        """Return the record of a replacement that :meth:`remember` stored; None if the attention was not replaced."""
 
     @abstractmethod
     def remember(self, model: Any, record: Mapping[str, Any]) -> None:
@@ -428,7 +425,7 @@ def build_cross_beside(
 
 
 def _like(weight: Tensor, attention: Any) -> Any:
-    """Give new attention the dtype of a weight, and open its gate."""
+    """Convert new attention to the dtype of a weight, and initialize its gate so that the gate does not change the output."""
     if weight.dtype != torch.get_default_dtype():
         attention = attention.to(weight.dtype)
     attention.open_gate()

@@ -1,4 +1,4 @@
-"""Masks of attention scores in transformers and diffusers, and the padding masks that they stand for."""
+"""Conversion of the attention masks of transformers and diffusers to padding masks."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 
 
 def visible_keys(attention_mask: Any) -> Tensor:
-    """Convert a 4D attention mask to a bool mask of the same shape, true where a query may attend to a key.
+    """Convert a 4D attention mask to a bool mask of the same shape, True where a query may attend to a key.
 
     Args:
-        attention_mask: bool mask, or values to add to attention scores: 0 for visible keys, very large negative values for
-            hidden ones.
+        attention_mask: 4D mask, either bool (True where a query may attend to a key) or added to the attention scores (0 for
+            visible keys, at most -1000 for hidden ones).
 
     Raises:
         ValueError: if the mask is not a tensor, or if it contains other values.
@@ -64,17 +64,17 @@ def has_no_values(x: Tensor) -> bool:
 
 
 def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
-    """Return which tokens of a context are not padding, according to the mask of a cross-attention layer.
+    """Convert the attention mask of a cross-attention layer to a padding mask of the context.
 
     Args:
-        attention_mask: mask ``[B, Nk]``, ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]`` for Q queries or 1, either bool (true for visible
-            tokens) or with values to add to attention scores; a 2-D mask may also hold 1 for visible and 0 for hidden tokens.
-            None without a mask. B may be 1.
+        attention_mask: mask ``[B, Nk]``, nonzero or True for visible tokens; or mask ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]`` for Q
+            queries or Q = 1, either bool (True where a query may attend to a token) or added to the attention scores (0 for
+            visible tokens, at most -1000 for hidden ones). None without a mask. B may be 1.
         tokens: number Nk of tokens of the context.
         batch: number of rows.
 
     Returns:
-        Bool mask ``[B, Nk]``, true for tokens that are not padding; None without a mask.
+        ``[B, Nk]`` bool, False for padding; None without a mask.
 
     Raises:
         ValueError: if the mask is not for this context, hides different tokens from different queries, or adds biases to the
@@ -102,7 +102,7 @@ def padding_to_end(real: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None
     """Move the padding of each row of a context to its end, so that blocks are counted from the first real token.
 
     Args:
-        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        real: ``[B, N]`` bool, False for padding; None if no token is padding.
         tensors: tokens, keys or values of the context, ``[B, N, ...]`` each.
 
     Returns:

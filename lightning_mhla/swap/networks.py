@@ -4,7 +4,7 @@ A description is a dict with these entries:
 
 * ``class_path``: name of the configuration class, such as ``transformers.LlamaConfig``.
 * ``init_args`` (optional): options of the configuration.
-* ``extra`` (optional): entries of a published ``config.json`` that the class does not know; kept unchanged.
+* ``extra`` (optional): entries of a published ``config.json`` that the class does not know. They are kept unchanged.
 """
 
 from __future__ import annotations
@@ -54,7 +54,11 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 
 
 def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
-    """Return the description of a model as plain data, see the top of this module.
+    """Describe a model as plain data, from which :func:`build_configuration` rebuilds its configuration.
+
+    The description is a dict with ``class_path`` (name of the configuration class), ``init_args`` (options of the class) and
+    ``extra`` (entries of a published ``config.json`` that the class does not know). Without such entries, ``extra`` is left
+    out.
 
     Args:
         config: configuration of the model.
@@ -66,7 +70,7 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
     if (quantization := getattr(config, "quantization_config", None)) is not None:
         method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
         raise ValueError(
-            f"{pretrained} is quantised ({method}), and its attention cannot be trained; name the model it was made from"
+            f"{pretrained} is quantized ({method}), and its attention cannot be trained; name the model it was made from"
         )
     names = known_options(type(config))
     options = {
@@ -84,7 +88,7 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
 
 
 def read_description(pretrained: str) -> dict[str, Any]:
-    """Read the description of a model as plain data, see the top of this module.
+    """Read the description of a model as plain data, in the form that :func:`describe` returns.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
@@ -100,7 +104,7 @@ def read_description(pretrained: str) -> dict[str, Any]:
     memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
     network: dict[str, Any] | None = memory.get("network")
     if network is None:
-        raise ValueError(f"{pretrained} does not contain a model of transformers")
+        raise ValueError(f"{pretrained} does not contain a transformers model")
     return network
 
 
@@ -108,7 +112,7 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
     """Build a transformers configuration from its description.
 
     Args:
-        network: description, see the top of this module.
+        network: description of the model, as :func:`describe` returns it.
         required: values that options must have, by name; used if the description does not set them.
 
     Raises:
@@ -145,8 +149,9 @@ def known_options(kind: type[PreTrainedConfig]) -> set[str]:
 def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> None:
     """Load pretrained weights into a model, some of whose attention layers may have been replaced.
 
-    Parameters that the replacement added keep their initial values if the weights lack them. Weights of new attention are left
-    out for layers that keep their original attention in ``network``: a hybrid can start from a model with all layers replaced.
+    Parameters that the replacement added keep their initial values if the weights lack them. Weights of new attention are
+    ignored for layers that keep their original attention in ``network``, so a model with some replaced layers can start from
+    one with all layers replaced.
 
     Args:
         network: model to load the weights into.

@@ -40,11 +40,11 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class derived from a mixin and a class of diffusers or transformers; it is created on the first call.
+    """Return the class derived from a mixin and a diffusers or transformers class. It is created on the first call.
 
     Args:
         mixin: mixin that replaces the attention.
-        host: model or configuration class of diffusers or transformers.
+        host: model or configuration class from diffusers or transformers.
         name: name of the derived class, which can be imported under this name from the module of ``mixin``.
         attributes: class attributes of the derived class.
     """
@@ -55,7 +55,7 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
 
 class SwappedClass:
-    """Base class of mixins for model and configuration classes of diffusers or transformers whose attention is replaced.
+    """Base class of mixins that add replaced attention to model and configuration classes from diffusers and transformers.
 
     :func:`derive` combines a mixin with such a class, and sets the attributes of the resulting class.
 
@@ -100,7 +100,7 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values in a configuration so that the original classes of diffusers or transformers reject it.
+    """Replace values in a configuration, so that the original diffusers or transformers class rejects it.
 
     :func:`restored` reverses this.
 

@@ -1,4 +1,4 @@
-"""Replacement of self-attention and cross-attention in pretrained models of diffusers, timm and transformers.
+"""Replacement of self-attention and cross-attention in pretrained models from diffusers, timm and transformers.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
@@ -34,7 +34,7 @@ from lightning_mhla.swap.transformers_classes import TransformersFolders
 from lightning_mhla.system.untrusted import read_json, reason
 
 HOSTS: tuple[HostLibrary, ...] = (DiffusersFolders(), TimmFolders(), TransformersFolders())
-"""Supported libraries: attention can be swapped in the models of each."""
+"""Libraries in whose models attention can be replaced."""
 
 HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 """Pattern of the names of models on the hub, ``NAME`` or ``OWNER/NAME``."""
@@ -99,7 +99,7 @@ def swap_attention(
             ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example,
             ``["keep", "replace", "replace"]`` replaces two of every three layers.
         cross: whether to replace cross-attention, the ``attn2`` of diffusers and the decoder's attention to the encoder in
-            encoder-decoder models of transformers, instead of self-attention.
+            encoder-decoder models from transformers, instead of self-attention.
 
     Returns:
         Mapping from layer number to the new attention module.
@@ -146,7 +146,7 @@ def swapped_layers(model: nn.Module, *, cross: bool = False) -> Any:
     """Return the attention modules that :func:`swap_attention` inserted into a model, by layer number.
 
     Args:
-        model: model of diffusers, timm or transformers.
+        model: model from diffusers, timm or transformers.
         cross: whether to return the new cross-attention instead of the new self-attention.
     """
     host = host_of(model)
@@ -157,8 +157,8 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     """Change the number of token blocks in the new attention of a model for images or video, for example for larger images.
 
     The mixing coefficients of self-attention are resized to the new number of blocks, which is also stored in the model's
-    configuration. More
-    blocks make large images faster: in ``mhla_window``, softmax then covers a smaller part of the image.
+    configuration. With more blocks, ``mhla_window`` is faster on large images, because softmax covers a smaller part of the
+    image.
 
     Args:
         model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
@@ -167,14 +167,15 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
 
     Raises:
         ValueError: if no layer has such blocks, if ``block_grid`` does not have one positive entry for each axis of the model's
-            token grid, or for kind ``mhla`` in a model with class or register tokens, whose coefficients keep their size.
+            token grid, or if the kind is ``mhla`` and the model has class or register tokens, because its coefficients then
+            have a fixed size.
     """
     new, host = tuple(block_grid), host_of(model)
     mixed = [attention for attention in host.swapped(model).values() if isinstance(attention, MHLA)]
     if not mixed or any(len(attention.config.block_grid or ()) != len(new) for attention in mixed) or min(new) < 1:
         raise ValueError(
-            f"blocks cannot be resized to {list(new)}: it takes a swapped layer of kind mhla or mhla_window, with a block_grid "
-            "of as many axes"
+            f"blocks cannot be resized to {list(new)}: the model needs a swapped layer of kind mhla or mhla_window whose "
+            "block_grid has the same number of axes"
         )
     if any(getattr(attention.mixing, "prefix_tokens", 0) for attention in mixed):
         raise ValueError(
@@ -213,10 +214,10 @@ def load_swapped(
             converted. None for the dtype in which the weights were saved.
         torch_dtype: older name of ``dtype``.
         options: further arguments of the library's ``from_pretrained``, such as ``variant``, ``device_map``, ``subfolder``,
-            ``use_safetensors``, ``revision`` and ``cache_dir``. Models of timm support only ``cache_dir``.
+            ``use_safetensors``, ``revision`` and ``cache_dir``. timm models support only ``cache_dir``.
 
     Returns:
-        The model with its new attention, of the same library as the original.
+        The model with its new attention, from the same library as the original.
 
     Raises:
         FileNotFoundError: if the folder has no ``config.json``, or the hub does not have the model.

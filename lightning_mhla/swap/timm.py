@@ -1,4 +1,4 @@
-"""Replacement of the self-attention in vision transformers of timm.
+"""Replacement of the self-attention in timm's vision transformers.
 
     model = timm.create_model("vit_small_patch14_dinov2.lvd142m", pretrained=True, img_size=518)
     swap_attention(model, AttentionConfig(block_grid=[6, 6]))
@@ -26,10 +26,10 @@ from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 
 MODELS = ("VisionTransformer", "Eva")
-"""Supported model classes of timm, including derived classes: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 and others."""
+"""Supported timm model classes, including derived classes: ViT, DeiT, DINOv2, SigLIP, CLIP, EVA, DINOv3 and others."""
 
 ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.AttentionRope", "timm.models.eva.EvaAttention")
-"""Supported attention modules of timm, without derived classes."""
+"""Supported timm attention modules, without derived classes."""
 
 
 class TimmPatchGrid(TokenGrid):
@@ -111,7 +111,7 @@ def vision_transformer(model: Any) -> Any:
     """Return the vision transformer in a timm model: the model itself, or the one inside a ``features_only`` model.
 
     Raises:
-        ValueError: if the model does not contain a ``VisionTransformer`` or ``Eva`` of timm.
+        ValueError: if the model does not contain timm's ``VisionTransformer`` or ``Eva``.
     """
     import timm.models
 

@@ -32,8 +32,8 @@ class _Swapped:
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
         """Compute the new attention, or the original attention if ``as_before`` is true.
 
-        The signature is compatible with all three attention modules of timm. B is the batch size, N the number of tokens, and C
-        their width.
+        The signature is compatible with timm's ``Attention``, ``AttentionRope`` and ``EvaAttention``. B is the batch size, N
+        the number of tokens, and C their width.
 
         Args:
             x: tokens, ``[B, N, C]``.
@@ -98,8 +98,8 @@ def _split(module: Any, x: Tensor, rope: Tensor | None) -> tuple[Tensor, Tensor,
     Args:
         module: timm attention module.
         x: tokens, ``[B, N, C]`` for B images of N tokens of width C.
-        rope: sines and cosines of the patch positions, in the layout that timm passes to attention modules; None without a
-            rotary embedding.
+        rope: sines of the patch positions, followed by their cosines along the last axis, ``[..., P, 2 * D]`` for P patches;
+            None without a rotary embedding.
 
     Returns:
         Queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
@@ -125,7 +125,7 @@ def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
     Args:
         module: timm attention module.
         heads: queries or keys, ``[B, N, H, D]`` for N tokens and H heads of width D.
-        rope: sines and cosines of the patch positions, in the layout that timm passes to attention modules.
+        rope: sines of the patch positions, followed by their cosines along the last axis, ``[..., P, 2 * D]`` for P patches.
     """
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)

@@ -24,7 +24,7 @@ HOST_MODEL = "model"
 
 
 class TimmFolders(TimmHost):
-    """Methods that replace the attention layers of timm models, record the replacement for saving, and load saved models."""
+    """Implementation of attention replacement for timm models, including saving and loading of the resulting models."""
 
     options = ("cache_dir",)
 

@@ -22,7 +22,7 @@ from lightning_mhla.swap.swapping import host_of
 
 
 def original_attention(model: nn.Module, layers: Collection[int] | None = None) -> AbstractContextManager[None]:
-    """Return a context manager in which replaced layers compute their original attention, with the current projection weights.
+    """Return a context manager in which replaced layers compute their original attention, using their current projections.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
@@ -50,7 +50,7 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the indices of the ``count`` layers whose replacement alone gives the worst results, sorted by index."""
+        """Return the numbers of the ``count`` layers whose replacement alone gives the worst results, in ascending order."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
@@ -82,7 +82,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
 def only_new_trained(model: nn.Module) -> Iterator[None]:
     """Context manager in which no parameters require gradients except those of the new attention in replaced layers.
 
-    When the context is left, the other parameters have their previous ``requires_grad`` again.
+    On exit, the other parameters get their previous ``requires_grad`` back.
     """
     new = {id(parameter) for entry in host_of(model).replaced(model) for parameter in entry.attention.parameters()}
     original_parameters = [
@@ -193,7 +193,7 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     Args:
         new: output of the replaced layer, ``[B, N, C]`` float32 for B rows of N tokens of width C.
         output: output of the original layer, same shape and dtype.
-        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        real: ``[B, N]`` bool, False for padding; None if no token is padding.
 
     Returns:
         Scalar distance.

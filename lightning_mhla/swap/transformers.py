@@ -1,4 +1,4 @@
-"""Replacement of the self-attention in language models, text encoders and image encoders of transformers.
+"""Replacement of the self-attention in language models, text encoders and image encoders from transformers.
 
     model = AutoModelForCausalLM.from_pretrained("Qwen/Qwen3-0.6B")
     swap_attention(model, AttentionConfig(block_size=64, mixing="exponential"))
@@ -37,16 +37,16 @@ from lightning_mhla.swap.transformers_cross import TransformersCross
 DECODERS = (
     "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3", "Olmo", "Olmo2", "Phi", "Phi3", "GPTNeoX", "GPT2"
 )  # fmt: skip
-"""Supported model families of language models, the first part of the names of their classes.
+"""Supported language models: first part of the class names of each model family.
 
 Their causal self-attention calls transformers' attention interface with queries and keys already rotated by their positions.
 """
 
 TEXT_ENCODERS = ("Bert", "Roberta", "XLMRoberta", "Electra", "DistilBert", "ModernBert", "Siglip")
-"""Supported model families of text encoders: the same attention interface, without a causal mask."""
+"""Supported text encoders: first part of the class names of each model family. Their attention has no causal mask."""
 
 IMAGE_ENCODERS = {"ViT": 1, "DeiT": 2, "Dinov2": 1, "Dinov2WithRegisters": 1, "DINOv3ViT": 1, "Siglip": 0, "CLIP": 1}
-"""Supported model families of image encoders, each with its number of tokens before registers and patches."""
+"""Supported image encoders: first part of the class names of each model family, and number of tokens before the registers."""
 
 FAMILIES = tuple(dict.fromkeys((*DECODERS, *TEXT_ENCODERS, *IMAGE_ENCODERS)))
 NAMES = {f"{family}{name}": family for family in FAMILIES for name in ("Attention", "SelfAttention")}
@@ -75,7 +75,7 @@ class TransformersPatchGrid(TokenGrid):
 
 
 class TransformersHost(HostLibrary):
-    """Implementation of attention replacement for language models, text encoders and image encoders of transformers."""
+    """Implementation of attention replacement for language models, text encoders and image encoders from transformers."""
 
     package = "transformers"
     cross = TransformersCross()
@@ -171,7 +171,7 @@ def _is_known(module: nn.Module) -> bool:
     """Return whether a module belongs to one of the transformers attention classes whose attention can be replaced.
 
     Raises:
-        ValueError: if its class is a subclass of a supported class, because it may compute something different.
+        ValueError: if the module's class is a subclass of a supported class, because it may compute something different.
     """
     kind = type(module)
     supported_class = next((base for base in kind.__mro__ if _named(base)), kind)
@@ -210,8 +210,8 @@ def _hand_on_mask(
         options: keyword arguments of the call.
 
     Returns:
-        The positional arguments, unchanged, and the keyword arguments with ``given_mask``: a one-item tuple with the mask,
-        or with None if the call has no mask.
+        The positional arguments, unchanged, and the keyword arguments with ``given_mask``: a one-item tuple with the mask that
+        the model was called with, or with None if it was called without one.
     """
     from lightning_mhla.swap.transformers_masks import GIVEN
 
@@ -227,7 +227,7 @@ def _has_only_images(model: Any, layers: list[Any]) -> bool:
     """Return whether all supported attention layers of a model belong to the same image encoder.
 
     Args:
-        model: model of transformers.
+        model: model from the transformers library.
         layers: supported attention modules of the model.
     """
     return (
@@ -291,7 +291,7 @@ def _window(layer: Any) -> int | None:
 
 
 def _reason(config: Any) -> str:
-    """Return why a model's attention cannot be replaced, as the end of a sentence that begins with the model's class name."""
+    """Explain why a model's attention cannot be replaced, in words that complete a sentence beginning with its class name."""
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):
@@ -314,10 +314,10 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the new attention for an attention module of transformers. The module keeps its own projections.
+    """Build the new attention for a transformers attention module, which keeps its own projections.
 
     Args:
-        layer: attention module of transformers.
+        layer: transformers attention module.
         config: configuration of the new attention.
         grid: hook that records the token grid of the current image; None for text.
     """

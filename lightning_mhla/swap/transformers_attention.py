@@ -32,7 +32,7 @@ from lightning_mhla.swap.transformers_masks import (
 from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
-"""Name of the attention function in transformers' registry, and beginning of the name of that for cross-attention."""
+"""Name of the attention function in transformers' registry. The name of the function for cross-attention begins with it."""
 
 
 class AttentionCall(NamedTuple):
@@ -51,7 +51,7 @@ def install(module: Any, attention: Attention, grid: TokenGrid | None = None) ->
     """Make a transformers attention module compute a different attention with its existing projections, in place.
 
     Args:
-        module: attention module of transformers.
+        module: transformers attention module.
         attention: the new attention, without projections.
         grid: hook that records the token grid of the current image; None for text.
     """
@@ -95,7 +95,7 @@ class Unread(NamedTuple):
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
-        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        real: ``[B, N]`` bool, False for padding; None if no token is padding.
     """
 
     x: Tensor
@@ -116,7 +116,7 @@ class Unread(NamedTuple):
 
 
 class StateLayer(CacheLayerMixin):
-    """Layer of transformers' cache that holds a recurrent state of linear attention in place of keys and values.
+    """Layer of a transformers cache that holds a recurrent state of linear attention in place of keys and values.
 
     Attributes:
         state: recurrent state after all cached tokens; None at the start.
@@ -149,8 +149,8 @@ class StateLayer(CacheLayerMixin):
         Args:
             key_states: keys of the new tokens, ``[B, H, N, D]`` for B rows of N tokens and H heads of width D.
             value_states: values of the new tokens, ``[B, H, N, D]``.
-            args: further arguments of transformers, which are ignored.
-            kwargs: further arguments of transformers, which are ignored.
+            args: further positional arguments that transformers passes; ignored.
+            kwargs: further keyword arguments that transformers passes; ignored.
         """
         self.columns += key_states.shape[-2]
         return key_states, value_states
@@ -210,7 +210,7 @@ def state_layer(cache: Cache, index: int) -> StateLayer:
     """Return the cache layer with the recurrent state of an attention module; create it if the cache has none yet.
 
     Args:
-        cache: cache of transformers; an empty key-value layer in it is replaced.
+        cache: transformers cache. If its layer with this number is an empty key-value layer, that layer is replaced.
         index: number of the attention layer.
 
     Raises:
@@ -246,13 +246,14 @@ def swapped_attention(
     ``columns`` is the number of cached tokens plus N.
 
     Args:
-        module: attention module of transformers that :func:`install` changed.
+        module: transformers attention module that :func:`install` changed.
         query: queries, after the rotary embedding if the model has one, ``[B, H, N, Dk]``.
         key: keys, after the rotary embedding if the model has one, ``[B, Hkv, N, Dk]``. Unlike in softmax attention, keys of
             cached tokens are not included.
         value: values of the same tokens, ``[B, Hkv, N, Dv]``.
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, either bool (true for visible tokens) or with values to
-            add to attention scores; None without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
+            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
+            without a mask.
         options: further arguments that transformers passes. Three are used: ``scaling``, ``position_ids``, and ``given_mask``,
             a one-item tuple that holds the ``attention_mask`` passed to the model, or None.
 
@@ -271,7 +272,7 @@ def swapped_attention(
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Compute the replacement attention of a module with heads side by side, ``[B, N, H * Dv]``."""
+    """Compute the output of :func:`swapped_attention` with all heads concatenated, ``[B, N, H * Dv]``."""
     (x, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
     # the factor is 1 for the usual scaling by the root of the key width; models with a different scaling keep theirs
@@ -320,7 +321,7 @@ def _continued(
         state: recurrent state before these tokens; None at the start.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
-        real: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        real: ``[B, N]`` bool, False for padding; None if no token is padding.
 
     Returns:
         Outputs ``[B, N, H * D]``, and the recurrent state after these tokens.
@@ -361,7 +362,7 @@ class Rows(NamedTuple):
     Attributes:
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
         projections: queries, keys and values of these tokens, as an argument of :meth:`Attention.forward`.
-        visible: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        visible: ``[B, N]`` bool, False for padding; None if no token is padding.
         counts: number of tokens in each row that are not padding; None if no token is padding, or if a compiled graph cannot
             count them.
         inverse: int64 indices ``[B, N]`` that restore the original order of each row's tokens; None if no token was moved.
@@ -382,7 +383,7 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     """Move the padding of each row to its end, in the input tokens and in their queries, keys and values.
 
     Args:
-        mask: bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
 
@@ -408,15 +409,16 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 
 
 def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
-    """Return the mask that shows the padding of a text encoder's input.
+    """Choose the mask from which the padding of a text encoder's input is determined.
 
     This is the ``attention_mask`` that the model was called with, if it is known and has the shape ``[B, N]`` (rows, tokens).
     Otherwise it is the mask that transformers derived from it.
 
     Args:
-        attention_mask: mask that transformers passes to the attention module.
-        original_mask: one-item tuple that holds the model's own ``attention_mask``, or None if the model was called without
-            one. None in place of the tuple if the argument is not known.
+        attention_mask: mask that transformers passes to the attention module, in one of the forms that
+            :func:`swapped_attention` accepts.
+        original_mask: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called
+            without one. None in place of the tuple if the argument is not known.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask
@@ -429,10 +431,12 @@ def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: An
     The first block of a row begins at its first token that is not padding.
 
     Args:
-        module: attention module of transformers.
+        module: transformers attention module.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
-        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]`` that hides padding; None without padding.
+        attention_mask: mask ``[B, N]``, nonzero or True for tokens that are not padding; or mask ``[B, 1, N, N]``, either bool
+            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
+            without padding.
 
     Returns:
         Outputs ``[B, N, H * D]``.
@@ -447,10 +451,11 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     """Compute attention in an image encoder, in which every patch attends to all others.
 
     Args:
-        module: attention module of transformers.
+        module: transformers attention module.
         x: inputs of the attention module, ``[B, N, C]`` for B images of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
-        attention_mask: mask of the encoder, which must not hide any token; None without a mask.
+        attention_mask: mask ``[B, 1, N, N]``, which must not hide any token: bool, all True, or added to the scores, all 0.
+            None without a mask.
 
     Returns:
         Outputs ``[B, N, H * D]``.

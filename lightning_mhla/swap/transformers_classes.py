@@ -59,12 +59,12 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a transformers configuration class for models with replaced attention.
+        """Return the class for models with replaced attention that is derived from a transformers configuration class.
 
-        The subclass is created on the first call.
+        The class is created on the first call.
 
         Args:
-            host: configuration class of transformers. If it already is such a subclass, it is returned unchanged.
+            host: transformers configuration class. If it already is such a class, it is returned unchanged.
         """
         return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -151,12 +151,12 @@ class SwappedTransformersModel(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the subclass of a transformers model class for models with replaced attention.
+        """Return the class for models with replaced attention that is derived from a transformers model class.
 
-        The subclass is created on the first call.
+        The class is created on the first call.
 
         Args:
-            host: model class of transformers. If it already is such a subclass, it is returned unchanged.
+            host: transformers model class. If it already is such a class, it is returned unchanged.
         """
         if issubclass(host, cls):
             return host
@@ -238,7 +238,7 @@ class SwappedTransformersModel(SwappedClass):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the model or configuration class ``name`` for models with replaced attention, so that it can be imported.
+    """Return the model or configuration class ``name`` of this module, which is for models with replaced attention.
 
     Raises:
         AttributeError: if transformers does not have a corresponding class.
@@ -258,7 +258,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _publish(name: str) -> str:
-    """Add the subclass for models with replaced attention to the package ``transformers``, and return its name there.
+    """Add the class for a model with replaced attention to the package ``transformers``, and return its name there.
 
     Pipelines and ``transformers serve`` look up model classes by name in ``transformers``.
 

@@ -12,13 +12,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_mhla.swap.masks import check_values, has_no_values, visible_keys
 
 GIVEN = "given_mask"
-"""Name of the keyword argument that passes the model's original mask to an attention module, as a tuple of one."""
+"""Name of the keyword argument that passes the model's original mask to an attention module, in a one-item tuple."""
 
 
 def real_of_decoder(
     attention_mask: Any, x: Tensor, cache: Any, given_mask: tuple[Any] | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """Return which tokens of a decoder's input are not padding.
+    """Return a mask of the tokens in a decoder's input that are not padding.
 
     The mask that the model was called with is used if it is known and has two dimensions. Otherwise the mask that transformers
     derives from it is used. In a compiled graph, transformers passes a mask even if the model was called without one. Such a
@@ -28,8 +28,9 @@ def real_of_decoder(
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask that the attention module receives, ``[B, columns]`` or ``[B, 1, N, columns]``; None without a
-            mask.
+        attention_mask: mask that the attention module receives: ``[B, columns]``, nonzero or True for visible tokens; or
+            ``[B, 1, N, columns]``, either bool (True where a query may attend to a key) or added to the scores (0 where it may,
+            at most -1000 elsewhere). None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
         cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
@@ -38,12 +39,12 @@ def real_of_decoder(
         position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None if they are not known.
 
     Returns:
-        Bool mask ``[B, N]``, true for tokens that are not padding; None if no token is padding.
+        ``[B, N]`` bool, False for padding; None if no token is padding.
 
     Raises:
         ValueError: if the mask hides anything except padding and later tokens, hides tokens that the recurrent state includes,
             or adds biases to attention scores.
-        RuntimeError: from a compiled graph, when it runs with packed documents or with such a mask.
+        RuntimeError: from a compiled graph, if it runs with such a mask or with packed documents.
     """
     if given_mask is not None and isinstance(given_mask[0], Tensor) and given_mask[0].dim() == 2:
         return key_mask(given_mask[0], x, cache)
@@ -63,7 +64,7 @@ PACKED = (
 
 
 def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None) -> Tensor | None:
-    """Return the boundaries of documents that are packed in a single row.
+    """Find the boundaries of documents that are packed in a single row.
 
     Packed documents are recognized from a mask ``[B, 1, N, N]`` that separates them. Without a mask, as with flash attention,
     they are recognized from positions that return to their smallest value inside the row.
@@ -71,10 +72,11 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``, either bool (true for visible tokens) or with values to
-            add to attention scores; None without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
+            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
+            without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
-        position_ids: positions, ``[B, N]`` or ``[1, N]``, if documents are to be recognized from them; otherwise None.
+        position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None not to recognize documents by position.
 
     Returns:
         Int64 tensor with the index of the first token of each document, followed by N; None if no documents are packed.
@@ -101,11 +103,11 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
     """Find the first tokens of packed documents from a causal mask that separates the documents.
 
     Args:
-        attention_mask: mask that transformers passes to an attention module.
-        tokens: number N of tokens.
+        attention_mask: mask in one of the forms that :func:`documents` accepts.
+        tokens: number of tokens in a row, N.
 
     Returns:
-        Bool ``[B, N - 1]``, true at ``i`` if token ``i + 1`` is the first of a document. None if the mask does not separate
+        ``[B, N - 1]`` bool, True at index i if token i + 1 is the first of a document. None if the mask does not separate
         documents, or if a compiled graph cannot read its values.
     """
     if isinstance(attention_mask, Tensor) and (attention_mask.dim() == 2 or has_no_values(attention_mask)):
@@ -127,7 +129,7 @@ _counting: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _counts_up(position_ids: Tensor) -> bool:
-    """Return whether each position in a row is one more than the previous position.
+    """Return whether each of the positions ``[B, N]`` is one more than the previous position in its row.
 
     If the values of the tensor cannot be read, as in a compiled graph, the result is True.
     """
@@ -142,17 +144,19 @@ def _counts_up(position_ids: Tensor) -> bool:
 
 
 def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return which tokens may attend to themselves, according to an attention mask.
+    """Return a mask of the tokens that may attend to themselves, according to an attention mask.
 
     In transformers' masks, padding tokens usually may not attend to themselves. The letters in the shapes are: B rows, N
     tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
+            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
+            without a mask.
         x: inputs or outputs of the attention module, ``[B, N, C]``.
 
     Returns:
-        Bool mask ``[B, N]``; None without a mask.
+        ``[B, N]`` bool, True for tokens that may attend to themselves; None without a mask.
     """
     if attention_mask is None:
         return None
@@ -163,18 +167,20 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
-    """Return which tokens of a decoder's input are not padding, according to its attention mask.
+    """Convert the attention mask of a decoder to a padding mask of its input.
 
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]`` or ``[B, 1, N, columns]``; None without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
+            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
+            without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
         cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
 
     Returns:
-        Bool mask ``[B, N]``, true for tokens that are not padding; None without an attention mask.
+        ``[B, N]`` bool, False for padding; None without an attention mask.
 
     Raises:
         ValueError: if the mask hides anything except padding and later tokens, or hides tokens that the recurrent state
@@ -207,15 +213,16 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
 
 
 def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
-    """Return which tokens of a text encoder's input are not padding, according to its attention mask.
+    """Convert the attention mask of a text encoder to a padding mask of its input.
 
     Args:
-        attention_mask: mask ``[B, N]`` or ``[B, 1, N, N]`` for B rows of N tokens, either bool (true for visible tokens) or
-            with values to add to attention scores; None without a mask.
+        attention_mask: mask for B rows of N tokens: ``[B, N]``, nonzero or True for visible tokens; or ``[B, 1, N, N]``, either
+            bool (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere). None
+            without a mask.
         x: inputs of the attention module, ``[B, N, C]`` for tokens of width C.
 
     Returns:
-        Bool mask ``[B, N]``, true for tokens that are not padding; None without an attention mask.
+        ``[B, N]`` bool, False for padding; None without an attention mask.
 
     Raises:
         ValueError: if the mask hides anything except padding.
@@ -232,7 +239,11 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
 
 
 def check_nothing_hidden(attention_mask: Any) -> None:
-    """Raise an error if an attention mask of an image encoder hides any patch.
+    """Check that an attention mask of an image encoder hides no patch.
+
+    Args:
+        attention_mask: 4D mask, either bool (True where a query may attend to a key) or added to the scores (0 where it may);
+            None without a mask.
 
     Raises:
         ValueError: if the mask hides a patch, or is neither a tensor nor None.

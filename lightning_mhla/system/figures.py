@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 DARK = "dark"
 """Name of the subfolder, beside a picture, with the variant of the picture for dark screens."""
 INK, PAPER = "#e6e8eb", "#14171c"
-"""Colors of text and background on dark screens, those of the web pages."""
+"""Colors of text and background on dark screens, the same as on the web pages."""
 DOTS = 130
 """Resolution of picture files in dots per inch."""
 
@@ -60,10 +60,10 @@ def set_title(figure: Figure, text: str, size: float = 10) -> None:
 def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
     """Write a figure as a PNG file, and its variant for dark screens to the subfolder ``dark``.
 
-    The caption is stored in both files, from where ``report.html`` takes it.
+    The caption is stored in both files, from which ``report.html`` reads it.
 
     Args:
-        figure: figure to write. It has the same colors afterwards.
+        figure: figure to write. Its colors are restored afterwards.
         path: path of the PNG file. Missing folders are created.
         caption: text that says what the figure shows, and what to look for.
     """

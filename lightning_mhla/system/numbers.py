@@ -11,7 +11,7 @@ MOST_DIGITS = 6
 """Number of significant digits that a mean has at most, however small its spread is."""
 
 SMALLEST = 1e-4
-"""Numbers below are written with an exponent."""
+"""Absolute value below which a mean and its spread are written with exponents."""
 
 
 def rounded(value: float | None) -> str:

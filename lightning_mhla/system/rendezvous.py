@@ -63,7 +63,7 @@ def _is_ip_address(text: str) -> bool:
 
 
 def _serve(address: str, port: int, world_size: int) -> Store:
-    """Create a ``TCPStore`` of torch that listens on one address only, instead of on all addresses."""
+    """Create a torch ``TCPStore`` that listens on one address only, instead of on all addresses."""
     family, kind, protocol, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

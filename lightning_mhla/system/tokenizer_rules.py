@@ -32,7 +32,8 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
     """Check that a loaded transformers tokenizer cannot make a short text grow without bound.
 
     Args:
-        tokenizer: tokenizer of transformers. A tokenizer written in Python has no configurable replacements, and always passes.
+        tokenizer: tokenizer from the transformers library. A tokenizer written in Python has no configurable replacements, and
+            always passes.
         where: folder or name of the tokenizer, for messages.
 
     Raises:

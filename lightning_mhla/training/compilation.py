@@ -21,7 +21,7 @@ class CompileOptions:
 
     Args:
         mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to set ``options``.
-        dynamic: whether graphs are compiled for symbolic sizes; null makes only those sizes symbolic that change.
+        dynamic: whether graphs are compiled for symbolic sizes; null makes a size symbolic once it changes.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.
         options: options of the backend, allowed only if ``mode`` is null. By default, random numbers are drawn as without
@@ -62,10 +62,10 @@ def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None
 
 
 class CompileReport(Callback):
-    """Callback that logs compile time and number of compiled graphs: once for the first step, once for all later steps."""
+    """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Store the number of compiled graphs and the compile time so far, which are not part of this training."""
+        """Record the number of compiled graphs and the compile time before this fit, in order to leave them out of the log."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 

@@ -35,13 +35,14 @@ Pooling = Literal["mean", "first", "head"]
 
 @dataclass(frozen=True)
 class EncoderDistillation:
-    """Options for training an encoder whose attention was replaced to match the model before the replacement.
+    """Options for training an encoder with replaced attention so that it matches the model before the replacement.
 
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
-            output of its original attention for the same input. They train only the parameters of the new attention.
-        teacher: path or name of the model before its attention was replaced, in a form that the option pretrained accepts.
-        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's.
+            output of its original attention for the same input. These steps train only the parameters of the new attention.
+        teacher: path or name of the model before its attention was replaced, as for the option pretrained.
+        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's
+            vectors.
         embedding_weight: weight of one minus the cosine similarity of the embeddings.
         similarity_weight: weight of the mean squared difference of the cosine similarities between all samples of a batch.
 
@@ -109,8 +110,10 @@ class LinearizedEncoder(TrainingModule):
         Args:
             pretrained: path or name of the encoder to start from. Its weights are loaded before training.
             attention: options of the new attention.
-            layer_kinds: ``keep`` or ``replace`` for each layer, repeated to the depth; None to replace all layers.
-            train: part of the parameters that is trained after the first ``distillation.layer_steps`` steps.
+            layer_kinds: ``keep`` or ``replace`` for the first layers, repeated until all layers have one; None to replace all
+                layers.
+            train: part of the model that is trained after the first ``distillation.layer_steps`` steps: ``"all"``,
+                ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
             lora: rank and alpha of the adapters for ``train="lora"``.
             network: description of the encoder, see :func:`describe_encoder`; None to read it from ``pretrained``.
 
@@ -161,22 +164,34 @@ class LinearizedEncoder(TrainingModule):
 
     @abstractmethod
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Compute the token vectors ``[B, N, dim]`` of a batch, where ``inputs`` is the result of :meth:`read_inputs`."""
+        """Compute the token vectors ``[B, N, dim]`` of a batch.
+
+        Args:
+            network: encoder.
+            *inputs: tensors of the batch, as :meth:`read_inputs` returns them.
+        """
 
     @abstractmethod
     def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors of a batch that the network needs, each ``[B, ...]``."""
+        """Return the tensors ``[B, ...]`` of a batch that the encoder needs as inputs."""
 
     @abstractmethod
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
-        """Return the mask of non-padding tokens, ``[B, N]`` bool, of a batch; None if no token is padding."""
+        """Return the mask of a batch's tokens that are not padding.
+
+        Args:
+            *inputs: tensors of the batch, as :meth:`read_inputs` returns them.
+
+        Returns:
+            ``[B, N]`` bool, False for padding; None if no token is padding.
+        """
 
     def embed(self, vectors: Tensor, mask: Tensor | None) -> Tensor:
         """Compute the embeddings of samples, ``[B, dim]``, from their token vectors.
 
         Args:
             vectors: token vectors, ``[B, N, dim]``.
-            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+            mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         """
         if self.pooling == "first":
             return vectors[:, 0]
@@ -188,7 +203,7 @@ class LinearizedEncoder(TrainingModule):
         return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Compute the normalized embeddings of a batch, ``[B, dim]``."""
+        """Compute the embeddings of a batch, ``[B, dim]``, normalized to unit length."""
         inputs = self.read_inputs(batch)
         return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
 
@@ -238,7 +253,7 @@ class LinearizedEncoder(TrainingModule):
         Args:
             vectors: token vectors of the model, ``[B, N, dim]``.
             wanted: token vectors of the teacher, ``[B, N, dim]``.
-            mask: mask of non-padding tokens, ``[B, N]`` bool; None if no token is padding.
+            mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         """
         vectors, wanted = vectors.float(), wanted.float()
         real = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
@@ -262,11 +277,11 @@ class LinearizedEncoder(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the agreement of neighborhoods on the validation data."""
+        """Log how many nearest neighbors of validation samples are the same in the encoder's and the teacher's embeddings."""
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the agreement of neighborhoods on the test data."""
+        """Log how many nearest neighbors of test samples are the same in the encoder's and the teacher's embeddings."""
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

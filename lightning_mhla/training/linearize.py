@@ -180,8 +180,8 @@ class ScoringHost(LinearizedHost):
         layers = swapped_layers(network).values()
         if idle := next((layer for layer in layers if not any(p.requires_grad for p in layer.parameters())), None):
             raise ValueError(
-                f"distillation.layer_steps trains what replacing added, and attention kind {idle.config.kind!r} added "
-                "nothing that is trained; set distillation.layer_steps=0, or feature_map: learned"
+                f"distillation.layer_steps trains what the replacement added, and attention kind {idle.config.kind!r} "
+                "added nothing that is trained; set distillation.layer_steps=0, or feature_map: learned"
             )
 
     @override

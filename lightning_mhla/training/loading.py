@@ -52,7 +52,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     content = WholeCheckpointIO().load_checkpoint(path)
     memory = content.get("hyper_parameters") or {}
     if not accepts(kind, memory):
-        raise ValueError(f"{path} is no checkpoint of {kind.__module__}.{kind.__name__}")
+        raise ValueError(f"{path} is not a checkpoint of {kind.__module__}.{kind.__name__}")
     present = stored_options("model", kind, memory, path)
     options = {name: value for name, value in present.items() if not name.startswith("_")}
     try:
@@ -60,7 +60,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     except ValueError:
         raise
     except BROKEN as error:
-        raise ValueError(f"{path} holds options that make no {kind.__name__} ({reason(error)})") from error
+        raise ValueError(f"{path} holds options that do not fit {kind.__name__} ({reason(error)})") from error
     weights = content.get(LIVE, content["state_dict"]) if live else content["state_dict"]
     module.on_load_checkpoint(content)
     try:

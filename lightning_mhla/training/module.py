@@ -241,7 +241,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         """Apply the current optimizer options, in place of those that a checkpoint restored.
 
         Raises:
-            ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain them.
+            ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain these
+                gradients.
         """
         self.trainer.accumulate_grad_batches = accumulation(self.trainer, self.trainer.current_epoch)
         if inside_accumulation(self.trainer):

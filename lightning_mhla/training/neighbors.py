@@ -1,4 +1,4 @@
-"""Metric of how many nearest neighbors two sets of embeddings of the same samples have in common."""
+"""Metric that counts the nearest neighbors that samples have in common in two sets of their embeddings."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ NEIGHBORS = 10
 """Number of nearest neighbors that the recall counts."""
 
 QUERIES_AT_ONCE = 1024
-"""Number of samples that are compared with all others at once, which bounds the memory."""
+"""Number of samples that are compared with all others at a time, to limit the memory."""
 
 
 class EmbeddingPairs(Metric):
-    """Metric of embeddings that a model and its teacher compute for the same samples: how alike their neighborhoods are.
+    """Metric that compares the nearest neighbors of samples in the embeddings of a model and of its teacher.
 
-    The result is a dict of two shares, from 0 to 1, of each sample's ten nearest neighbors in the teacher's embeddings (by
-    cosine similarity, fewer for small sets) that are also neighbors:
+    For each sample, the ten samples with the most similar embeddings by the teacher are the correct neighbors (fewer in small
+    sets). Similarity is cosine similarity. The result is a dict of two shares of correct neighbors, from 0 to 1, averaged over
+    the samples:
 
-    * ``recall_at_10``: among the model's embeddings.
-    * ``mixed_recall_at_10``: if a sample's embedding by the model is searched for among the embeddings of the teacher, as in an
-      index that the teacher built.
+    * ``recall_at_10``: share that is also among the ten nearest neighbors in the model's embeddings.
+    * ``mixed_recall_at_10``: share that is also found if the model's embedding of a sample is compared with the teacher's
+      embeddings of all others, as in a search index that the teacher built.
 
     Both are NaN for fewer than two samples.
     """
@@ -51,7 +52,7 @@ class EmbeddingPairs(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return the two shares of common neighbors."""
+        """Return ``recall_at_10`` and ``mixed_recall_at_10``, both scalars."""
         model, teacher = dim_zero_cat(self.model), dim_zero_cat(self.teacher)
         if len(model) < 2:
             return dict.fromkeys(("recall_at_10", "mixed_recall_at_10"), torch.tensor(torch.nan))
@@ -63,7 +64,15 @@ class EmbeddingPairs(Metric):
 
 
 def _neighbors(queries: Tensor, index: Tensor) -> Tensor:
-    """Return the indices of the nearest other samples, ``[n, k]`` int64, for normalized embeddings ``[n, dim]``."""
+    """Find the nearest neighbors of n samples by cosine similarity. A sample is not its own neighbor.
+
+    Args:
+        queries: normalized embeddings of the samples, ``[n, dim]``.
+        index: normalized embeddings of the same samples among which neighbors are searched, ``[n, dim]``.
+
+    Returns:
+        Indices of the k nearest neighbors, ``[n, k]`` int64; k is at most 10.
+    """
     nearest = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
         similarity = queries[start : start + QUERIES_AT_ONCE] @ index.T

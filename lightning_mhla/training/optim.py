@@ -42,7 +42,7 @@ class OptimizerConfig:
         warmup_epochs: length of the linear warm-up in epochs. Give either this or warmup_steps.
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
-        layer_decay: factor on the learning rate from each layer to the one below it; 1 for none.
+        layer_decay: factor on the learning rate from each layer to the one below it; 1 for the same rate in all layers.
         kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
             one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
     """
@@ -148,10 +148,10 @@ class Schedule:
 
         Args:
             new_schedule: schedule whose options are adopted.
-            step: number of optimizer steps done.
+            step: number of completed optimizer steps.
 
         Returns:
-            One text for each changed option, with the old and the new value.
+            One string for each changed option, with its old and its new value.
 
         Raises:
             ValueError: if the rest of the run would train at a learning rate of zero.
@@ -190,10 +190,10 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, options: Asked, step: in
         optimizer: optimizer with the options and learning rates of the checkpoint.
         schedule: schedule of the checkpoint.
         options: optimizer options of the current configuration.
-        step: number of optimizer steps done.
+        step: number of completed optimizer steps.
 
     Returns:
-        One text for each changed option, with the old and the new value.
+        One string for each changed option, with its old and its new value.
 
     Raises:
         ValueError: if the rest of the run would train at a learning rate of zero.
@@ -252,7 +252,7 @@ def build_optimizer(
     factor = make_schedule(config, steps, steps_per_epoch)
     if factor.warmup >= steps:
         log.warning(
-            "the warm-up of %d steps is longer than the run of %d: the learning rate never gets to lr",
+            "the warm-up of %d steps is longer than the run of %d: the learning rate never reaches lr",
             factor.warmup,
             steps,
         )
@@ -310,7 +310,7 @@ def _make(groups: list[dict[str, Any]], config: OptimizerConfig) -> Optimizer:
     if config.kind == "adamw":
         return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)  # type: ignore[arg-type]  # two of them
     if any(is_shard(parameter) for group in groups for parameter in group["params"]):
-        raise ValueError("optimizer.kind=came does not know sharded parameters; train with ddp, or with adamw")
+        raise ValueError("optimizer.kind=came does not support sharded parameters; train with ddp, or with adamw")
     from pytorch_optimizer import CAME  # not needed for AdamW
 
     class MatrixCAME(CAME):

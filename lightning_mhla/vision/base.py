@@ -170,7 +170,8 @@ class VisionModel(nn.Module):
             norm: whether to apply the model's final norm to the maps, if the model has one.
 
         Returns:
-            Features as :meth:`forward_features` returns them, and the requested maps, ``[B, C, H, W]`` each.
+            Features as :meth:`forward_features` returns them, and the requested maps, ``[B, C, h, w]`` each, with C channels
+            and h x w positions.
         """
         raise NotImplementedError
 
@@ -192,7 +193,8 @@ class VisionModel(nn.Module):
             norm: whether to apply the model's final norm to the maps, if the model has one.
             stop_early: whether to skip layers after the last requested map. The returned features may then be unsuitable as the
                 input of the head.
-            output_fmt: ``"NCHW"`` for maps ``[B, C, H, W]``, or ``"NLC"`` for maps ``[B, H * W, C]``.
+            output_fmt: ``"NCHW"`` for maps ``[B, C, h, w]`` with C channels and h x w positions, or ``"NLC"`` for maps
+                ``[B, h * w, C]``.
             intermediates_only: whether to return only the maps.
 
         Returns:

@@ -133,7 +133,7 @@ class Stage(nn.Module):
         self.checkpointing = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the stage to feature maps ``[B, C, H, W]``.
+        """Apply the stage to feature maps ``[B, C, H, W]`` with C channels and H x W positions.
 
         Returns:
             Feature maps ``[B, dim, H / 2, W / 2]``, or ``[B, dim, H, W]`` in the first stage.
@@ -261,7 +261,8 @@ class VLT(
             norm: has no effect here, since no norm follows a stage.
 
         Returns:
-            The map of the last stage that ran, and the requested maps, ``[B, C, H, W]`` each.
+            The map of the last stage that ran, and the requested maps, ``[B, C, h, w]`` each, with C channels and h x w
+            positions.
         """
         x, maps = self.stem(images), []
         for index, stage in enumerate(self.stages):

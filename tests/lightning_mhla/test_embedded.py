@@ -70,5 +70,5 @@ def test_features_tell_the_digits_apart() -> None:
     found = features.extract(features.network(), (images[:300] * 255).round().to(torch.uint8))
     assert found.pooled.shape == (300, 64)
     assert (found.logits.argmax(-1) == labels[:300]).float().mean() > 0.85
-    with pytest.raises(ValueError, match="MnistFeatures knows digits of"):
+    with pytest.raises(ValueError, match="MnistFeatures supports digits of"):
         features.extract(features.network(), torch.zeros(2, 1, 8, 8, dtype=torch.uint8))

@@ -104,7 +104,7 @@ def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
     try:
         network = nn.Linear(4, 4)
         network.weight = nn.Parameter(distribute_tensor(network.weight.data, init_device_mesh("cpu", (1,))))
-        with pytest.raises(ValueError, match="does not know sharded parameters"):
+        with pytest.raises(ValueError, match="does not support sharded parameters"):
             build_optimizer(network, OptimizerConfig(kind="came", schedule="constant"), 10, 10)
     finally:
         distributed.destroy_process_group()

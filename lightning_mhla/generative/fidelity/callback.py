@@ -40,7 +40,7 @@ class HasRealImages(Protocol):
             part: ``"train"`` or ``"validate"``.
 
         Returns:
-            Data set whose samples are dicts with an ``image`` ``[C, S, S]`` with values from -1 to 1.
+            Data set whose samples are dicts in which ``image`` is a float tensor ``[C, S, S]`` with values from -1 to 1.
         """
 
 
@@ -60,7 +60,7 @@ class GenerationMetrics(SampleGrid):
     Args:
         samples: number of samples; published results use 50,000.
         reference: real images to compare with. train and validate select at most 50,000 images, evenly spaced, from that part
-            of the data. Any other value is the path of a folder of images, or of an .npz file of ADM's evaluator.
+            of the data. Any other value is the path of a folder of images, or of an .npz file in the format of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
         sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.

@@ -43,7 +43,7 @@ class FeatureNetwork:
     names_labels = False
 
     def network(self) -> nn.Module:
-        """Return the network that computes the features. It is created or loaded at the first call."""
+        """Return the network that computes the features. It is created or loaded on the first call."""
         raise NotImplementedError
 
     def extract(self, network: nn.Module, images: Tensor) -> Features:
@@ -86,7 +86,7 @@ class InceptionFeatures(FeatureNetwork):
         self._network: nn.Module | None = None
 
     def network(self) -> nn.Module:
-        """Return the Inception-v3 network. Its weights are loaded, and downloaded if necessary, at the first call.
+        """Return the Inception-v3 network. Its weights are loaded, and downloaded if necessary, on the first call.
 
         Raises:
             FileNotFoundError: if the file of weights does not exist, or the download fails.
@@ -206,7 +206,7 @@ class DigitFeatures(FeatureNetwork):
         size = (self.side, self.side)
         if images.shape[-2:] != size:
             name = type(self).__name__
-            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; {name} knows digits of {size}")
+            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels; {name} supports digits of {size}")
         pooled, logits = network(images[:, :1].float() / 255)
         return Features(pooled, None, logits)
 

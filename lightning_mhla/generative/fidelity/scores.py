@@ -52,7 +52,7 @@ def moments(features: Tensor) -> Moments:
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Fréchet distance (FID) between two normal distributions, given their mean and covariance.
+    """Compute the Fréchet distance (FID) between two normal distributions, given their means and covariances.
 
     The formula is equation 6 of arXiv 1706.08500.
     """
@@ -152,7 +152,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     """Compute the features of images in a folder or an ``.npz`` file, or read the statistics of features from the file.
 
     Args:
-        path: path of a folder of images, or of an ``.npz`` file of ADM's evaluator with one or both of the following:
+        path: path of a folder of images, or of an ``.npz`` file in the format of ADM's evaluator with one or both of the
+            following:
 
             - Images: ``arr_0``, ``[N, S, S, 3]`` uint8.
             - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the

@@ -252,5 +252,5 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         ValueError, match=r"attention kind 'linear' added nothing that is trained; set distillation.layer_steps=0"
     ):
         fit(idle, 1, tmp_path)
-    with pytest.raises(ValueError, match="leaves nothing to train: replacing added no parameters"):
+    with pytest.raises(ValueError, match="leaves nothing to train: the replacement added no parameters"):
         LinearizedModel(str(source), linear, context=48, train="new")

@@ -171,7 +171,7 @@ def test_code_and_quantised_weights_are_refused(tmp_path: Path) -> None:
         LinearizedModel(str(source), context=48)
     assert not marker.exists()
     source = original(tmp_path / "quantised", quantization_config={"quant_method": "gptq", "bits": 4})
-    with pytest.raises(ValueError, match=r"is quantised \(gptq\), and its attention cannot be trained"):
+    with pytest.raises(ValueError, match=r"is quantized \(gptq\), and its attention cannot be trained"):
         LinearizedModel(str(source), context=48)
     source = original(tmp_path / "settings", {"num_beams": 1, "num_return_sequences": 3})
     with pytest.raises(ValueError, match=r"generation_config\.json: .*num_return_sequences.*; correct it, or remove"):
