@@ -271,7 +271,7 @@ def remove_unused(trainer: Trainer) -> None:
 
 
 class EpochBar(RichProgressBar):
-    """Progress bar that does not show the number of epochs if training is limited only by its number of steps."""
+    """Progress bar that omits the total number of epochs if training is limited only by a number of steps."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs

@@ -26,7 +26,7 @@ from mhla_tasks.diffusion.model import DiT
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler"]
 
 BETAS = {"num_train_timesteps": TIMESTEPS, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-"""DiT's noise schedule."""
+"""Arguments of diffusers' schedulers that select DiT's noise schedule."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,10 @@ def make_process(config: ProcessConfig) -> NoiseProcess:
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Compute the negative log-likelihood, in nats, of 8-bit pixels scaled to -1 .. 1 under a discretized normal density."""
+    """Compute the negative log-likelihood, in nats, of each 8-bit pixel value under a discretized normal density.
+
+    Pixel values are scaled to -1 .. 1. All arguments and the result have the same shape.
+    """
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)

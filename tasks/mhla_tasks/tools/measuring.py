@@ -167,7 +167,7 @@ def bench(arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments after ``lightning bench``.
 
     Returns:
-        None for success; the exit status 2 if the package is not installed from a checkout.
+        None for success; exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks", arguments)
 
@@ -184,7 +184,7 @@ def paper(arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments after ``lightning paper``.
 
     Returns:
-        None for success; the exit status 2 if the package is not installed from a checkout.
+        None for success; exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks.paper", arguments)
 
@@ -199,7 +199,7 @@ def _run_of_checkout(program: str, arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments of the module.
 
     Returns:
-        None for success; the exit status 2, after an error message, if this package is not installed from a checkout.
+        None for success; exit status 2, after an error message, if this package is not installed from a checkout.
     """
     if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(

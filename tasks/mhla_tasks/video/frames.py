@@ -166,7 +166,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
             yield newest, cache.bytes
 
     def check_length(self, first: int, frames: int) -> None:
-        """Check that the model can continue clips to a length.
+        """Check that the model can continue clips to a given length.
 
         Args:
             first: number of first frames.

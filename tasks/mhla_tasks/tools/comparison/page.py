@@ -1,7 +1,7 @@
 """Writer of ``compared.html``, a web page that compares runs. It works without network and without other files.
 
-Names, options and texts come from folders of runs that may be other people's. All of them are escaped, and the page forbids
-every script but its own with a content security policy.
+Names, options and texts come from run folders, which may have been created by other people. All of them are escaped, and the
+page forbids every script but its own with a content security policy.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, dire
 from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
 
 ARROWS = {"min": "↓", "max": "↑", None: ""}
-"""Signs that say whether lower or higher values of a metric are better."""
+"""Arrow that shows whether lower (``min``) or higher (``max``) values of a metric are better; empty if this is unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Column:
     Attributes:
         name: heading, such as ``kind`` or ``val/accuracy``.
         kind: ``run``, ``option``, ``number`` or ``note``.
-        better: ``min`` or ``max``, whether lower or higher values are better; None if unknown or not applicable.
+        better: ``min`` if lower values are better, ``max`` if higher values are; None if unknown or not applicable.
         key: complete configuration key of an option.
     """
 
@@ -55,7 +55,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        """Heading with an arrow that says whether lower or higher values are better."""
+        """Heading with an arrow that shows whether lower or higher values are better."""
         return f"{self.name} {ARROWS[self.better]}".rstrip()
 
 
@@ -74,7 +74,7 @@ class Table:
     identified: bool
 
     def without(self, kind: str) -> Table:
-        """Return the table without the columns of one kind."""
+        """Return a copy of the table without the columns of one kind."""
         indices = [index for index, column in enumerate(self.columns) if column.kind != kind]
         rows = [[row[index] for index in indices] for row in self.rows]
         return Table([self.columns[index] for index in indices], rows, self.identified)
@@ -138,9 +138,9 @@ def _time(group: Group) -> Cell:
 
 
 def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
-    """Return the cells of a metric, and mark the best, also those that are rounded to the same text.
+    """Return the cells of a metric, with the best one marked, and with it all cells that are rounded to the same text.
 
-    Unfinished runs do not compete. A single value, or values that are all equal, have no best.
+    Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
     """
     cells = [_metric_cell(summary) for summary in summaries]
     competing = [group.first.record["finished"] for group in groups]
