@@ -129,7 +129,12 @@ class WordVectors(CaptionEncoder):
 
 
 class TransformersText(CaptionEncoder):
-    """Caption encoder that uses the tokenizer and the text encoder of a diffusers pipeline, loaded on first use."""
+    """Caption encoder that uses the tokenizer and the text encoder of a diffusers pipeline, loaded on first use.
+
+    Args:
+        config: options of the encoder, of which ``encoder`` names the pipeline.
+        width: required width of the embeddings; None to accept the width of the text encoder.
+    """
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)

@@ -66,6 +66,9 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
     """Return the configuration of the transformers network that a checkpoint stores in the options of its model.
 
+    Args:
+        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder.
+
     Returns:
         Value of the option ``network``; None if the checkpoint does not exist or does not store this option.
     """

@@ -51,6 +51,12 @@ class SaveConfig(SaveConfigCallback):
     ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
     in checkpoints and loggers.
 
+    Args:
+        parser: parser of the command.
+        config: parsed options of the run.
+        args: further positional arguments of ``SaveConfigCallback``.
+        options: keyword arguments of ``SaveConfigCallback``.
+
     Raises:
         ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
             set this option again.

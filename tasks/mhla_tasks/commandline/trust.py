@@ -314,7 +314,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
 
 
 def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Yield the classes called ``name``, among base classes and their imported subclasses, that configurations may name."""
+    """Yield the classes called ``name`` that configurations may name, among base classes and their imported subclasses."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind

@@ -146,6 +146,9 @@ class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
     The predicted variance interpolates, on a logarithmic scale, between the smallest and the largest possible variance.
+
+    Args:
+        config: options of the process.
     """
 
     samplers = ("ddpm", "ddim", "dpm-solver++")

@@ -61,7 +61,7 @@ OUTPUT = "output.txt"
 """Name of the file in a run's folder to which the output of the run is written."""
 
 FINISHED = "finished before"
-"""State of a run that was completed when the same sweep was started earlier."""
+"""State of a run that finished in an earlier start of the sweep."""
 
 DEFAULT = "runs/sweep"
 LONGEST = 150

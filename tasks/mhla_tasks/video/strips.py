@@ -102,7 +102,7 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
 
 
 def _of_length(true: Tensor, clip: Tensor) -> Tensor:
-    """Cut a true clip to the length of a continued clip, or pad it to this length with gray frames."""
+    """Cut a true clip ``[F, C, H, W]`` to the length of a continued clip, or pad it to this length with gray frames."""
     return torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
 
 

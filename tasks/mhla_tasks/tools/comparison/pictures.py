@@ -109,5 +109,5 @@ def samples(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
 
 def html_text(text: str, lines: bool = False) -> str:
-    """Redact the secrets in a text and escape it for HTML. Its lines are joined into one unless ``lines`` is true."""
+    """Redact the secrets in a text and escape it for HTML; unless ``lines`` is true, escape line breaks, too."""
     return escape(redact(text) if lines else without_controls(redact(text)))

@@ -138,7 +138,7 @@ def _time(group: Group) -> Cell:
 
 
 def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
-    """Return the cells of a metric, with the best one marked, and with it all cells that are rounded to the same text.
+    """Return the cells of a metric, and mark the best value and all values that are rounded to the same text.
 
     Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
     """
