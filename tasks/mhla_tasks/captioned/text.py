@@ -145,7 +145,7 @@ class TransformersText(CaptionEncoder):
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of one caption, without padding.
 
-        The text is cleaned first, for UMT5 as in the Wan pipeline of diffusers, otherwise as in its SANA pipeline.
+        The text is cleaned first: for UMT5 as in diffusers' Wan pipeline, otherwise as in diffusers' SANA pipeline.
 
         Args:
             caption: caption to encode.

@@ -21,9 +21,9 @@ from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.vision.preprocessing import Preprocessing
 
 MISTAKES = 12
-"""Number of wrongly classified images that the file contains."""
+"""Maximum number of wrongly classified images to store."""
 SIDE = 112
-"""Maximum length, in pixels, of the longer side of such an image."""
+"""Maximum length of the longer side of a stored image, in pixels."""
 
 
 class ClassResults(Callback):

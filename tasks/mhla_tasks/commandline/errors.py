@@ -43,7 +43,7 @@ LIBRARIES = (
 """Packages that validate user input; their ``ValueError`` and ``ImportError`` are errors that the user can fix."""
 
 SERVICES = ("httpx", "huggingface_hub", "requests", "urllib3", "wandb")
-"""Packages whose errors always concern the network or an account, and never indicate a bug."""
+"""Packages whose exception classes all concern the network or an account."""
 
 HINTS = (
     (r"No supported gpu backend found", "torch finds no GPU here: --trainer.accelerator=cpu, or see lightning doctor"),

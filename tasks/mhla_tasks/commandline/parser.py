@@ -119,7 +119,7 @@ def leave(text: str, program: str) -> NoReturn:
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data module and Trainer from options that were already merged into one configuration.
+    """LightningCLI that builds model, data module and Trainer from options that have already been merged.
 
     Args:
         plan: the command, its configuration, and the files and options that the configuration comes from.
@@ -195,9 +195,9 @@ class SuiteCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Adjust the parsed options before model, data module and Trainer are built.
+        """Adjust the parsed options before the model, the data module and the Trainer are built.
 
-        Model and data module get the same values for the options that they share. The output folder is set. The option
+        The model and the data module get the same values for the options that they share. The output folder is set. The option
         ``pretrained`` is ignored if a checkpoint provides the weights.
 
         Raises:

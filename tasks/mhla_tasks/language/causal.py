@@ -88,7 +88,7 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check that network, data and Trainer options fit together, and adopt the tokenizer of the data.
+        """Check that the network, the data and the Trainer's options are compatible, and adopt the tokenizer of the data.
 
         The tokenizer is not adopted for ``predict``, because there it comes from the checkpoint.
 

@@ -182,7 +182,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
         """Compute the cross-entropy of the target tokens in nats: a scalar, or ``[B, N]`` with ``loss_reduction="none"``.
 
-        The logits of all tokens are stored at once only if the head has an adapter of the library peft.
+        The logits of all tokens are stored at once only if the head has an adapter from the peft library.
 
         Args:
             hidden: input of the output head, ``[B, N, dim]``.

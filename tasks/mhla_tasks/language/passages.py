@@ -54,7 +54,7 @@ class Passages:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the tokens and the mask of a passage."""
+        """Return a passage as a dict with ``tokens`` and ``mask``, each ``[N]`` int64; the mask is 0 for padding."""
         row = self.rows[index]
         width = min(self.length, int(self.groups[index]) * STEP)
         tokens = torch.full((width,), self.padding, dtype=torch.int64)
@@ -73,7 +73,8 @@ class TextPassages(ResumableDataModule):
         tokenizer: folder of the tokenizer, usually that of the pretrained encoder, or name of a model on the hub.
         length: maximum number of tokens in a passage; longer passages are cut.
         batch_size: number of passages in a batch, over all processes together.
-        unit: what a passage is. paragraph splits documents at blank lines; document takes the beginning of each document.
+        unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
+            used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the text.
         val_passages: number of held-out passages that are used, drawn at random but always the same; null for all.

@@ -25,8 +25,8 @@ class RecallPart:
 
     Args:
         tokens: number of tokens in a sequence, an even number.
-        pairs: number of pairs of key and value, at most a quarter of ``tokens``. For each pair, a sequence
-            has one question: the key occurs again, and the model has to predict its value.
+        pairs: number of key-value pairs, at most a quarter of ``tokens``. For each pair, a sequence has one question: the key
+            occurs again, and the model has to predict its value.
         samples: number of sequences.
     """
 

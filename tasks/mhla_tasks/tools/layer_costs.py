@@ -39,10 +39,10 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         * ``original``: loss with the original attention in all layers.
         * ``replaced``: loss with the new attention in all replaced layers.
         * ``hybrid``: loss of the hybrid model.
-        * ``alone``: dict with the for each replaced layer, by layer index, the loss of a model in which only this layer has the
-        new attention. * ``unit``: ``"token"`` for a language model, ``"image"`` for a classifier, ``"sample"`` for an encoder.
-        * ``kept``: indices of the layers that keep softmax attention in the hybrid model. * ``layer_kinds``: ``keep`` or
-        ``replace`` for each layer of the hybrid model, for the model's option of this name.
+        * ``alone``: dict from the index of each replaced layer to the loss if only this layer has the new attention.
+        * ``unit``: ``"token"`` for a language model, ``"image"`` for a classifier, ``"sample"`` for an encoder.
+        * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
+        * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
     Raises:
         ValueError: if the model has a different class or no replaced layers, if ``keep`` or ``batches`` is out of range, or if

@@ -108,9 +108,9 @@ def compare(parser: ArgumentParser) -> Run:
         lightning compare runs/mhla runs/softmax --latex --metrics val/accuracy
 
     The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. Runs
-    that differ only in their seed, and trained the same number of steps to the end, are one row: mean and standard deviation.
-    The table shows the metrics of the last validation. It also shows the best value of the metric that was used to choose
-    checkpoints. The best value of a column is bold. Runs of a sweep keep its order.
+    that differ only in their seed, and trained the same number of steps to the end, form one row with the mean and the standard
+    deviation. The table shows the metrics of the last validation. It also shows the best value of the metric that was used to
+    choose checkpoints. The best value of a column is bold. Runs of a sweep keep the order of the sweep.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     forms = parser.add_mutually_exclusive_group()

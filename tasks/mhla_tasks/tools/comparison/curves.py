@@ -30,7 +30,7 @@ DASHES = ("", "6 3", "2 3", "8 3 2 3")
 """Dash patterns of lines. The first :data:`COLORS` groups use the first pattern, the next groups the second one, and so on."""
 
 MOST_MARKERS = 40
-"""Maximum number of points of a curve for its points to be marked."""
+"""Number of points above which the points of a curve are not marked."""
 
 
 def mean_points(group: Group, metric: str) -> Points:

@@ -43,7 +43,7 @@ HIGHER = {
 """Words in the names of metrics for which lower (``LOWER``) or higher (``HIGHER``) values are better."""
 
 COUNTED = "val/samples"
-"""Key of the number of validation samples, which is recorded like a metric but not compared."""
+"""Name under which the number of validation samples is recorded among the metrics."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _with_distinct_label(group: Group, groups: Sequence[Group]) -> Group:
-    """Make the label of a group unique by appending its notes or, if these are not unique, its folder; return the group."""
+    """Return a copy of a group with a unique label, to which its notes or else its folder are appended if necessary."""
     same = [other for other in groups if other.label == group.label]
     if len(same) == 1:
         return group
@@ -179,7 +179,8 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def all_metrics(groups: Sequence[Group]) -> list[str]:
-    """List the metrics that any run recorded: first the one that chose checkpoints, then those that differ between runs.
+    """List the recorded metrics: first those by which checkpoints were chosen, then those that differ between runs, then the
+    rest.
 
     The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
@@ -194,7 +195,7 @@ def all_metrics(groups: Sequence[Group]) -> list[str]:
 def direction(metric: str, groups: Sequence[Group]) -> str | None:
     """Return whether lower or higher values of a metric are better: ``min`` or ``max``; None if this is not known.
 
-    The mode with which a run chose checkpoints by this metric decides. For other metrics, the words in the name do.
+    If a run chose checkpoints by this metric, the mode of this choice decides; otherwise, the words in the metric's name do.
 
     Args:
         metric: name of the metric, such as ``val/accuracy``.

@@ -22,7 +22,7 @@ ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
 
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
-"""Configuration keys whose values are paths of a run. They do not count as differences between runs."""
+"""Configuration keys whose values are paths of run folders and checkpoints. They do not count as differences between runs."""
 
 LARGEST = 1e300
 """Absolute value at and above which a metric counts as not finite."""
@@ -246,7 +246,7 @@ def option_text(value: Any) -> str:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted configuration keys to the fewest last parts that are unique among them.
+    """Shorten dotted configuration keys to as few of their last parts as possible, such that they remain unique.
 
     Args:
         keys: dotted keys, such as ``model.optimizer.lr``.

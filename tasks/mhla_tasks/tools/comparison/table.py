@@ -84,8 +84,8 @@ def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> T
     """Build the table of a comparison.
 
     The columns are the folder, the options that differ, the number of runs if it is not 1 everywhere, the last values of the
-    metrics, the best values of the metrics that chose checkpoints unless they are the last ones, steps, time, parameters, and
-    notes if there are any.
+    metrics, the best values of the metrics by which checkpoints were chosen unless they equal the last values, steps, time,
+    parameters, and notes if there are any.
 
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
