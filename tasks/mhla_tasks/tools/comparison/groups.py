@@ -179,8 +179,7 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def all_metrics(groups: Sequence[Group]) -> list[str]:
-    """List the recorded metrics: first those by which checkpoints were chosen, then those that differ between runs, then the
-    rest.
+    """List the recorded metrics: first those by which checkpoints were chosen, then those that differ between runs.
 
     The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
