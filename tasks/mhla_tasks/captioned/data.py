@@ -27,9 +27,9 @@ class CaptionedData(ResumableDataModule):
     """
 
     extension: ClassVar[str]
-    """Extension of the files that predict writes."""
+    """Extension of the files that the predict command writes, without a dot."""
     known_prompts: Sequence[str] = ()
-    """Prompts that predict draws if none are given."""
+    """Prompts for which the predict command draws samples if the user gives none."""
 
     def __init__(self, prompts: PromptRequest, **options: Any) -> None:
         super().__init__(**options)

@@ -26,8 +26,8 @@ from mhla_tasks.captioned.text import CaptionEncoder
 LATENT, EMBEDDING = "latent.npy", "text.npy"
 """Names of the members of an encoded sample: its latent, and the embedded tokens of its caption.
 
-If a set has latents of several sizes, their names begin with rows and columns: ``16x12.latent.npy``. Additional captions of a
-sample are named ``1.text.npy`` and so on.
+If a set has latents of several sizes, their names begin with the numbers of rows and columns: ``16x12.latent.npy``. Additional
+captions of a sample are named ``1.text.npy`` and so on.
 """
 
 TRIED = 100

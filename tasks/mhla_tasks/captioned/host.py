@@ -191,7 +191,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
 
 def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Return the number of MHLA blocks along each axis for the weights at ``path``; None if unknown or without MHLA layers."""
+    """Return the number of MHLA blocks along each axis for the weights at ``path``; None if unknown or if no layer is MHLA."""
     if (trained := read_trained(path)) is not None:
         return trained.block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)

@@ -81,13 +81,13 @@ class CaptionedDiffusion(GenerativeModule):
     """Dataclass of the sampler options."""
 
     codec_kind: ClassVar[type[FrozenVAE]]
-    """Class of the autoencoder between samples and what the network denoises."""
+    """Class of the autoencoder that encodes samples as latents, which the network denoises, and decodes latents."""
 
     writer_kind: ClassVar[type[SampleFolder]]
     """Class of the callback that writes what predict draws."""
 
     samples: ClassVar[str]
-    """Word for samples in error messages."""
+    """Plural noun for the samples in error messages, such as ``images``."""
 
     sample_key: ClassVar[str]
     """Key of the samples in a batch. Encoded samples have the key ``latent``."""

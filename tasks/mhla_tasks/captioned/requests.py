@@ -145,7 +145,7 @@ class SampleFolder(Callback):
         """Write an overview picture of several samples.
 
         Args:
-            samples: prompt and pixels of each sample.
+            samples: prompt and pixels of each sample; images ``[C, H, W]`` or clips ``[F, C, H, W]``, uint8.
             path: path of the picture file.
         """
 

@@ -129,7 +129,12 @@ class WordVectors(CaptionEncoder):
 
 
 class TransformersText(CaptionEncoder):
-    """Caption encoder that uses the tokenizer and the text encoder of a diffusers pipeline, loaded on first use."""
+    """Caption encoder that uses the tokenizer and the text encoder of a diffusers pipeline, loaded on first use.
+
+    Args:
+        config: options of the encoder, of which ``encoder`` names the pipeline.
+        width: required width of the embeddings; None to accept the width of the text encoder.
+    """
 
     def __init__(self, config: TextConfig, width: int | None) -> None:
         super().__init__(config, width)
@@ -140,7 +145,7 @@ class TransformersText(CaptionEncoder):
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of one caption, without padding.
 
-        The text is cleaned first, for UMT5 as in the Wan pipeline of diffusers, otherwise as in its SANA pipeline.
+        The text is cleaned first: for UMT5 as in diffusers' Wan pipeline, otherwise as in diffusers' SANA pipeline.
 
         Args:
             caption: caption to encode.

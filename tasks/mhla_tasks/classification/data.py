@@ -81,7 +81,7 @@ class AugmentConfig:
     """Options of timm's augmentation of training images; the defaults are those of the MHLA paper (arXiv 2601.07832).
 
     Args:
-        auto_augment: RandAugment policy of timm; null for none.
+        auto_augment: RandAugment policy in timm's notation; null for none.
         color_jitter: strength of color jitter, which is applied only if auto_augment is null.
         random_erasing: probability of erasing a random rectangle of the image.
         min_scale: minimum area of a random crop, as a fraction of the image's area.

@@ -44,7 +44,7 @@ LOADING_ENCODER = """\
 from transformers import AutoModel
 
 model = AutoModel.from_pretrained("FOLDER", trust_remote_code=True)"""
-"""Python code that loads an exported encoder of transformers, where FOLDER is its path."""
+"""Python code that loads an exported transformers encoder, where FOLDER is its path."""
 
 
 def loading(module: Classifier | LinearizedImageEncoder) -> str:

@@ -21,13 +21,13 @@ from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.vision.preprocessing import Preprocessing
 
 MISTAKES = 12
-"""Number of wrongly classified images to keep."""
+"""Maximum number of wrongly classified images to store."""
 SIDE = 112
-"""Longest side of a kept image in pixels."""
+"""Maximum length of the longer side of a stored image, in pixels."""
 
 
 class ClassResults(Callback):
-    """Callback that writes the confusion matrix and the worst mistakes of each validation in a fit to ``classes.json``.
+    """Callback that writes the confusion matrix and the worst mistakes of each validation during training to ``classes.json``.
 
     The file lies in the folder of the run, and ``report.html`` shows its content. It is replaced at each validation. Images are
     counted once, on any number of processes. The worst mistakes are the wrongly classified images whose true class got the
@@ -60,7 +60,8 @@ class ClassResults(Callback):
             trainer: trainer of the run.
             pl_module: classifier.
             outputs: dict with the class scores ``[B, classes]`` of all images of the batch, ``scores``.
-            batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` and ``valid`` ``[B]``.
+            batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]`` bool, False for padding
+                and images that cannot be decoded.
             batch_idx: index of the batch.
             dataloader_idx: index of the validation loader.
         """

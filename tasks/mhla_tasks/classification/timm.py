@@ -31,7 +31,7 @@ PUBLISHED = "timm"
 
 
 class TimmClassifier(Classifier):
-    """Image classifier with a vision transformer of timm, optionally with replaced attention.
+    """Image classifier with one of timm's vision transformers, optionally with replaced attention.
 
     Args:
         model: name of the architecture, such as vit_small_patch16_224.

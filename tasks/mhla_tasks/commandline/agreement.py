@@ -1,4 +1,4 @@
-"""Options that must agree between model and data module, such as ``num_classes``: a value set for one is used for both."""
+"""Options on which the model and the data module must agree, such as ``num_classes``: a value set for one is used for both."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Set ``num_classes`` of model and data module to the number of classes in the training data.
+    """Set ``num_classes`` of the model and the data module to the number of classes in the training data.
 
     Nothing changes if ``num_classes`` of the data module is set, if the model does not have this option, or if the data module
     cannot count classes.

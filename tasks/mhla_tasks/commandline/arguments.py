@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 ABBREVIATIONS = {"c": "config", "h": "help", "frames": "model.sampling.frames"}
-"""Long names of options by their short names; ``--frames`` is the length of clips that video models draw."""
+"""Full names of options by short name. ``--frames`` sets the number of frames in each clip that a video model generates."""
 
 WITHOUT_VALUE = ("help", "print_config")
 """Options that never take the next argument as their value."""

@@ -79,7 +79,7 @@ def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()
-    except Exception:  # the message does not fit its arguments, which the handler reports
+    except Exception:  # the arguments do not match the format of the message; the handler reports this
         return record
     if (shown := harmless(text)) != text:
         record.msg, record.args = shown, None

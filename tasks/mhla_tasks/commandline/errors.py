@@ -43,7 +43,7 @@ LIBRARIES = (
 """Packages that validate user input; their ``ValueError`` and ``ImportError`` are errors that the user can fix."""
 
 SERVICES = ("httpx", "huggingface_hub", "requests", "urllib3", "wandb")
-"""Packages whose own errors all concern the network or an account."""
+"""Packages whose exception classes all concern the network or an account."""
 
 HINTS = (
     (r"No supported gpu backend found", "torch finds no GPU here: --trainer.accelerator=cpu, or see lightning doctor"),
@@ -53,7 +53,7 @@ HINTS = (
     (r"requires a GPU accelerator|selected an invalid strategy", "--trainer.strategy=auto takes what fits the machine"),
     (r"not in bounds, numpy accepts", "set --seed_everything to a number in these bounds"),
 )  # fmt: skip
-"""Remedies for Lightning's errors that do not name one: pairs of a pattern of the message and a text to append."""
+"""Remedies to append to Lightning's error messages that do not name one: pairs of a message pattern and a remedy."""
 
 
 class CommandFailed(SystemExit):

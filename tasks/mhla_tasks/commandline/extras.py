@@ -9,7 +9,7 @@ EXTRAS = {
     "mlxtend": "classification", "peft": "video", "pyarrow": "language", "pytorch_optimizer": "text-to-image",
     "sklearn": "classification", "tokenizers": "language", "torch_fidelity": "diffusion", "transformers": "language",
 }  # fmt: skip
-"""Extra that installs a package, by the package's import name."""
+"""Mapping from the import name of a package to the extra that installs it."""
 
 
 def name_the_extra(message: str) -> str:

@@ -54,7 +54,7 @@ OF_THE_MACHINE = (
 )  # fmt: skip
 """Error numbers that always mean a failure of the machine.
 
-They are also recognized inside the messages of other errors and in the chain of errors that led to the last one.
+They are also recognized inside the messages of other errors, and in the chain of errors that caused the reported one.
 """
 
 SHARED_MEMORY = (

@@ -36,7 +36,7 @@ LATE: dict[str, dict[str, str]] = {
     "torchvision.datasets": {},
     "torchvision.models": {},
 }
-"""Deferred packages, each with the names that are available without executing it and the modules that define them."""
+"""Deferred packages, each with the names that are available without executing the package, and the modules that define them."""
 
 PLOT = "torchmetrics.utilities.plot"
 """Module of torchmetrics that imports matplotlib, which is needed only to plot a metric."""
@@ -106,7 +106,7 @@ def put_off_imports() -> None:
     for name in LATE:
         package = name.rpartition(".")[0]
         parent = sys.modules.get(package)
-        # A package that was executed has imported its submodules already; they can be deferred only below one that was not.
+        # A package imports its submodules when it is executed. They can be deferred only if it has not been executed.
         if name in sys.modules or type(parent) not in (LatePackage, NoneType):
             continue
         inside = PathFinder.find_spec(package) if package else None

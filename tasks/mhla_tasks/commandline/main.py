@@ -71,7 +71,7 @@ def _run() -> None:
         sys.exit(import_module("mhla_tasks.tools.sweep").run(arguments))
     with without_collection():
         main_of_commands = import_module("mhla_tasks.commandline.parser").main
-        # What was imported lives until the end. It must be frozen before the collector is enabled, which otherwise scans all
-        # of it at the next allocation (0.2 s), and before any model is built, which has to be freed.
+        # Imported objects live until the process exits. They are frozen before the collector is enabled, which would otherwise
+        # scan all of them at the next allocation (0.2 s), and before a model is built, whose memory must be freed.
         gc.freeze()
     main_of_commands()

@@ -31,8 +31,8 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         ``checkpoint`` is a keyword of Lightning, a URL or a folder without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class of model or data
-            module that configurations must not name.
+        ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class for the model or the data module
+            that configurations must not name.
     """
     path = Path(checkpoint)
     if not path.exists():
@@ -64,7 +64,10 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
 
 
 def remembered_network(checkpoint: str) -> dict[str, Any] | None:
-    """Return the transformers model configuration that a checkpoint stores in the options of its model.
+    """Return the configuration of the transformers network that a checkpoint stores in the options of its model.
+
+    Args:
+        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder.
 
     Returns:
         Value of the option ``network``; None if the checkpoint does not exist or does not store this option.

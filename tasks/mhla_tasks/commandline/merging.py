@@ -24,7 +24,7 @@ from mhla_tasks.commandline.trust import CLASS_OPTIONS, subclass_named
 Classes = tuple[type, ...]
 
 KIND = "kind"
-"""Option of :class:`AttentionConfig` that determines which ``options`` there are."""
+"""Key of an :class:`AttentionConfig` whose value determines which ``options`` the attention accepts."""
 
 REQUESTS = ("print_config", "help")
 """Options that only print a text, and are not part of a run's configuration."""
@@ -59,9 +59,9 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
 
 
 def _kinds_first(sources: Sequence[Source]) -> list[Source]:
-    """Return the sources with a kind of attention from the command line before typed ``options`` of the same attention.
+    """Return the sources in an order in which an attention kind from the command line precedes the ``options`` for that kind.
 
-    They belong to that kind, in whatever order they were typed.
+    On the command line, ``--model.attention.kind`` may follow ``--model.attention.options.NAME``, but must be merged before it.
     """
     ordered = list(sources)
     for source in sources:

@@ -84,7 +84,7 @@ def present_word(word: str) -> str:
 
 
 def _giver(source: Source) -> str:
-    """Return where options come from, for messages: the name of a file, or ``the command line``."""
+    """Return the origin of a source as it is named in messages: the name of a file, or ``the command line``."""
     return "the command line" if source.typed else source.origin
 
 

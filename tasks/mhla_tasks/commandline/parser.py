@@ -51,6 +51,12 @@ class SaveConfig(SaveConfigCallback):
     ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
     in checkpoints and loggers.
 
+    Args:
+        parser: parser of the command.
+        config: parsed options of the run.
+        args: further positional arguments of ``SaveConfigCallback``.
+        options: keyword arguments of ``SaveConfigCallback``.
+
     Raises:
         ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
             set this option again.
@@ -113,7 +119,7 @@ def leave(text: str, program: str) -> NoReturn:
 
 
 class SuiteCLI(LightningCLI):
-    """LightningCLI that builds model, data module and Trainer from options that were already merged into one configuration.
+    """LightningCLI that builds model, data module and Trainer from options that have already been merged.
 
     Args:
         plan: the command, its configuration, and the files and options that the configuration comes from.
@@ -189,9 +195,9 @@ class SuiteCLI(LightningCLI):
 
     @override
     def before_instantiate_classes(self) -> None:
-        """Adjust the parsed options before model, data module and Trainer are built.
+        """Adjust the parsed options before the model, the data module and the Trainer are built.
 
-        Model and data module get the same values for the options that they share. The output folder is set. The option
+        The model and the data module get the same values for the options that they share. The output folder is set. The option
         ``pretrained`` is ignored if a checkpoint provides the weights.
 
         Raises:
@@ -271,7 +277,7 @@ def remove_unused(trainer: Trainer) -> None:
 
 
 class EpochBar(RichProgressBar):
-    """Progress bar that does not show the number of epochs if training is limited only by its number of steps."""
+    """Progress bar that omits the total number of epochs if training is limited only by a number of steps."""
 
     def _get_train_description(self, current_epoch: int) -> str:
         limit = self.trainer.max_epochs

@@ -49,8 +49,7 @@ class Plan:
         checkpoint: path of the checkpoint to start from; None without a checkpoint.
         replaced: for each configuration file with options that a later source overrides, the merged configuration in which the
             values of this file are used instead; only for checking the types of these values.
-        request: parser argument, such as ``--help``, that prints a text instead of running the command; None to run the
-            command.
+        request: parser argument, such as ``--help``, that prints text instead of running the command; None to run the command.
         moves: options that were set under their former names. ``sources`` contains their new names.
     """
 
@@ -205,7 +204,7 @@ def _strongest(sources: Sequence[Source], name: str) -> str | None:
 
 
 def _completed(configuration: dict[str, Any]) -> dict[str, Any]:
-    """Convert strategy and loggers in a configuration to the form that Lightning requires; return the configuration.
+    """Convert the strategy and the loggers in a configuration to the form that Lightning requires; return the configuration.
 
     The configuration is changed in place. The class name of a strategy is replaced by ``{"class_path": NAME}``. Loggers that
     write files get a default folder.

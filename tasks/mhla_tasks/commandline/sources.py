@@ -37,7 +37,7 @@ class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mis
     }
 
 
-for tag in ("binary", "set", "timestamp", "omap", "pairs"):  # values that no option takes
+for tag in ("binary", "set", "timestamp", "omap", "pairs"):  # values of types that no option accepts
     Loader.add_constructor(f"tag:yaml.org,2002:{tag}", Loader.construct_undefined)
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+0123456789."))
 
@@ -244,7 +244,7 @@ def _with_included(source: Source, folder: Path, depth: int = 0) -> Iterator[Sou
 
     Args:
         source: source whose values may refer to files.
-        folder: folder that relative file names start from.
+        folder: folder to which relative file names refer.
         depth: number of references that lead from the command line to the source.
     """
     values, named_files = _split(source.values, folder, ())

@@ -1,10 +1,10 @@
 """Check of the classes that configurations and checkpoints may name, so that reading a file cannot run arbitrary code.
 
 jsonargparse imports and calls any class or function that a value names. This module therefore restricts it to a list of
-permitted import paths. The list contains only classes that an option names and whose instances its parameter accepts.
-Functions, private names, and classes for parameters of any type (``dict[str, Any]``, ``Callable``) are rejected. Classes in
-packages that ``--allow`` names on the command line are permitted without these checks. This file is longer than others because
-it contains all rules for these import paths.
+permitted import paths. The list contains a class only if an option names it and the parameter of this option accepts its
+instances. Functions, private names, and classes for parameters of any type (``dict[str, Any]``, ``Callable``) are rejected.
+Classes in packages that ``--allow`` names on the command line are permitted without these checks. This file is longer than
+others because it contains all rules for these import paths.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class AllowError(ValueError):
 
 
 _trusted: list[str] = []
-"""Packages that the current command allows by ``--allow``."""
+"""Packages that the user of the current command allows with ``--allow``."""
 
 _classes: list[str] = list(BUILT_IN)
 """Import paths of the classes that the parser may import for the current command."""
@@ -302,7 +302,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
         bases: the base classes.
 
     Returns:
-        The class; None if there is none of this name.
+        The class; None if no class has this name.
     """
     if not isinstance(name, str):
         return None
@@ -314,7 +314,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
 
 
 def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
-    """Yield the classes called ``name``, among base classes and their imported subclasses, that configurations may name."""
+    """Yield the classes called ``name`` that configurations may name, among base classes and their imported subclasses."""
     for kind in bases:
         if kind.__name__ == name and refusal(f"{kind.__module__}.{kind.__qualname__}") is None:
             yield kind

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 allowed: list[str] = []
-"""Modules that the command line of a tool names by ``--allow``."""
+"""Names of the modules that the option ``--allow`` of a tool lists."""
 
 
 def add_allow(parser: argparse.ArgumentParser) -> None:

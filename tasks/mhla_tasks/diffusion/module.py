@@ -49,7 +49,7 @@ class DiTShape:
 
 
 class ClassToImage(NamesClasses, GenerativeModule):
-    """Class-conditional image generator: a DiT that is trained on labeled images or latents, and samples by class.
+    """Class-conditional image generator: a DiT that is trained on labeled images or latents, and draws images of given classes.
 
     Args:
         attention: options of the attention layers.

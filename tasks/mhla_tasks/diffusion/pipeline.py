@@ -92,7 +92,7 @@ class DiTPipeline(DiffusionPipeline):
             The images, in an ``ImagePipelineOutput`` or in a tuple with one entry.
 
         Raises:
-            ValueError: if a label is not a class of the network, if guidance is requested of a network that was never trained
+            ValueError: if a label is not a class of the network, if guidance is requested for a network that was never trained
                 without labels, or if the number of steps is out of range.
         """
         steps = self.config.steps if num_inference_steps is None else num_inference_steps

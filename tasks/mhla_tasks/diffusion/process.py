@@ -26,7 +26,7 @@ from mhla_tasks.diffusion.model import DiT
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler"]
 
 BETAS = {"num_train_timesteps": TIMESTEPS, "beta_start": 1e-4, "beta_end": 0.02, "beta_schedule": "linear"}
-"""DiT's noise schedule."""
+"""Arguments of diffusers' schedulers that select DiT's noise schedule."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class ProcessConfig:
         objective: ddpm (the network predicts noise, as in DiT) or flow (the network predicts velocity on straight paths).
         learn_sigma: whether the network also predicts the variance of a denoising step; only with ddpm.
         times: distribution of the timesteps in training, uniform or logit_normal; only with flow.
-        shift: factor that shifts timesteps towards noise in training and sampling, for samples with many pixels; 1 for no
-            shift. Only with flow.
+        shift: factor that shifts timesteps toward noise in training and sampling, for samples with many pixels; 1 for no shift.
+            Only with flow.
         label_dropout: share of samples that are trained without their class; guidance requires a share above 0.
     """
 
@@ -146,6 +146,9 @@ class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
     The predicted variance interpolates, on a logarithmic scale, between the smallest and the largest possible variance.
+
+    Args:
+        config: options of the process.
     """
 
     samplers = ("ddpm", "ddim", "dpm-solver++")
@@ -328,7 +331,10 @@ def make_process(config: ProcessConfig) -> NoiseProcess:
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Compute the negative log-likelihood, in nats, of 8-bit pixels scaled to -1 .. 1 under a discretized normal density."""
+    """Compute the negative log-likelihood, in nats, of each 8-bit pixel value under a discretized normal density.
+
+    Pixel values are scaled to -1 .. 1. All arguments and the result have the same shape.
+    """
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)
     lower = torch.special.ndtr((clean - mean - 1 / 255) * inverse)

@@ -114,6 +114,16 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
     """Predict with classifier-free guidance, which extrapolates from the unconditional to the conditional prediction.
 
     A predicted variance is taken from the conditional prediction, without extrapolation.
+
+    Args:
+        network: network that predicts noise or velocity.
+        x: noisy samples ``[B, C, H, W]``.
+        times: timesteps ``[B]``.
+        labels: class labels ``[B]``.
+        guidance: scale of classifier-free guidance; 1 to return the conditional prediction.
+
+    Returns:
+        Prediction ``[B, out_channels, H, W]`` float32.
     """
     if guidance == 1:
         return network(x, times, labels).float()

@@ -194,8 +194,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         Args:
             input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
             inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
-            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
-                covers the columns of earlier calls. None if there is no padding.
+            attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
+                it also covers the columns of earlier calls. None if there is no padding.
             position_ids: positions for rotary embeddings, ``[N]``, ``[1, N]`` or ``[B, N]``; None to count from the first
                 token.
             past_key_values: generation state to continue from, updated in place; None to start with the first token.
@@ -277,11 +277,13 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     ) -> tuple[tuple[int, ...], Tensor | None]:
         """Count the non-padding tokens of each row, and find the order that puts them before the padding.
 
-        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, they are skipped on
-        an accelerator, because reading them would wait for the device, and in a compiled graph, which cannot depend on values.
+        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, the tokens are not
+        counted on an accelerator, because reading the counts would wait for the device, nor in a compiled graph, which cannot
+        depend on values.
 
         Args:
-            attention_mask: mask of non-padding tokens, ``[B, columns]``; None if there is no padding.
+            attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding; None if there is no
+                padding.
             x: embedded tokens, ``[B, N, dim]``.
             cache: generation state to continue from; None to start from the first token.
 
@@ -348,7 +350,7 @@ class MHLAModel(EmbeddedBackbone):
         shared = cls.__new__(cls)
         PreTrainedModel.__init__(shared, model.config)
         shared.embedding, shared.backbone = model.embedding, model.backbone
-        shared.training = model.training  # train() would set the shared modules' modes too
+        shared.training = model.training  # train() would also switch the mode of the shared modules
         return shared
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> Self:
@@ -372,8 +374,8 @@ class MHLAModel(EmbeddedBackbone):
 
         Args:
             input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
-            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
-                covers the columns of earlier calls. None if there is no padding.
+            attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
+                it also covers the columns of earlier calls. None if there is no padding.
             position_ids: positions for rotary embeddings, ``[B, N]``; None to count the tokens of each row, without padding.
             past_key_values: generation state to continue from, updated in place; None to start with the first token.
             inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.

@@ -1,4 +1,4 @@
-"""Training, validation and prompt continuation for causal language models of this package and of transformers.
+"""Training, validation and prompt continuation for causal language models of this package and of the transformers library.
 
 The module is longer than others because it holds one LightningModule, which handles both plain text and sequences with labeled
 answers.
@@ -88,7 +88,7 @@ class CausalLanguageModel(TrainingModule):
         return [ContinuationFile()]
 
     def setup(self, stage: str) -> None:
-        """Check that network, data and Trainer options fit together, and adopt the tokenizer of the data.
+        """Check that the network, the data and the Trainer's options are compatible, and adopt the tokenizer of the data.
 
         The tokenizer is not adopted for ``predict``, because there it comes from the checkpoint.
 
@@ -158,7 +158,7 @@ class CausalLanguageModel(TrainingModule):
         Checkpoints that are saved later include the tokenizer.
 
         Args:
-            tokenizer: tokenizer of transformers.
+            tokenizer: tokenizer from the transformers library.
 
         Raises:
             ValueError: if the vocabulary of the tokenizer is larger than that of the model.
@@ -250,7 +250,7 @@ class CausalLanguageModel(TrainingModule):
     def flops_per_token(self) -> float:
         """Number of floating-point operations in the forward and backward pass for one token.
 
-        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For models of transformers, only
+        The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For transformers models, only
         multiplications by weight matrices are counted.
         """
         if not isinstance(self.network, MHLAForCausalLM):

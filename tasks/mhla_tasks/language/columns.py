@@ -29,7 +29,7 @@ from lightning_mhla.system.untrusted import reason
 from mhla_tasks.language.documents import check_text
 
 Rows = Iterator[tuple[str, str | None]]
-"""Iterator over the rows of a table: location of a row, for messages, and its text; None for a null."""
+"""Iterator over the rows of a table: tuples of a row's location, for messages, and its text, which is None for a null."""
 
 ROWS_AT_ONCE = 256
 """Number of Parquet rows that are read at once."""
@@ -240,4 +240,4 @@ SUFFIXES = {
     ".tsv": "tsv",
     ".parquet": "parquet",
 }
-"""Kind of table of each suffix."""
+"""Mapping from file suffix to table format."""

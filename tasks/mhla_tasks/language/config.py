@@ -23,7 +23,7 @@ CLASSES = {
     "AutoModelForTokenClassification": "MHLAForTokenClassification",
     "AutoModelForQuestionAnswering": "MHLAForQuestionAnswering",
 }
-"""Class of the model that each auto class of transformers loads."""
+"""Mapping from transformers' auto classes to the classes that they load for these models."""
 
 MODULE = f'''"""The classes of this model come with the package lightning-mhla."""
 

@@ -197,7 +197,7 @@ def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
     try:
         first = list(islice(rows, 1))
     except NotTextError as error:
-        # A table that is not text is broken. A file without a suffix of tables, or .json, may be of any kind.
+        # A table that is not text is broken. A .json file, or a file without a table's suffix, may be of any kind.
         if kind not in (None, "json"):
             raise
         remarks.leave_out("binary files" if error.kind == "binary" else "files not in UTF-8", shown(path))

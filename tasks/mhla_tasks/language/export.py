@@ -123,7 +123,7 @@ def write(
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a model of transformers, which has no mixing coefficients to extend, or the
+        ValueError: if ``context`` is given for a transformers model, which has no mixing coefficients to extend, or if the
             model has no tokenizer.
     """
     if isinstance(model, LinearizedTextEncoder):

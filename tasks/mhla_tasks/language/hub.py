@@ -26,7 +26,7 @@ ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".rar", ".lz4")
 """Suffixes of files that ``datasets`` unpacks."""
 
 Files = list[tuple[str, str]]
-"""Path or URL and kind of each file."""
+"""List of files, each a tuple of its path or URL and its format, as in the argument ``kind`` of :func:`read_column`."""
 
 
 class StreamedDataSet:
@@ -120,7 +120,7 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 
 
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
-    """List URL and format of each file of a data set on the Hugging Face Hub.
+    """List the URL and the format of each file of a data set on the Hugging Face Hub.
 
     Returns:
         A list of tuples of URL and format; None if only the library ``datasets`` can read the data set.

@@ -1,7 +1,8 @@
 """Linearization of language models: their softmax attention is replaced, and their quality restored in two training stages.
 
-The first ``distillation.layer_steps`` steps train each new layer to give the output of the layer that it replaces (attention
-transfer). Then the model is trained on text, in full or with low-rank adapters, after LoLCATs (arXiv 2410.10254, section 3).
+The first ``distillation.layer_steps`` steps train each new layer to reproduce the output of the layer that it replaces
+(attention transfer). Then the model is trained on text, in full or with low-rank adapters, after LoLCATs (arXiv 2410.10254,
+section 3).
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ WINDOW = AttentionConfig(
 yet are a bad approximation of far tokens, so these start with a low weight."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Settings that name special tokens."""
+"""Configuration options that hold the indices of special tokens."""
 
 
 class LinearizedModel(CausalLanguageModel):
@@ -207,8 +208,8 @@ def source_network(pretrained: str) -> dict[str, Any]:
         stored_network = memory.get("network")
         if stored_network is None:
             raise ValueError(
-                f"{pretrained} is of no model of transformers: softmax layers of our own backbone become others by "
-                "--model.attention.kind and pretrained of LanguageModel"
+                f"{pretrained} does not hold a transformers model; to replace softmax layers of an MHLA language model, set "
+                "--model.attention.kind and --model.pretrained of LanguageModel"
             )
         options = {"vocab_size": memory.get("vocab_size"), **(stored_network.get("init_args") or {})}
         return {**stored_network, "init_args": options}

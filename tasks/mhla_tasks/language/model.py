@@ -125,8 +125,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
 
         Args:
             input_ids: token indices, ``[B, N]`` int64.
-            attention_mask: mask of non-padding tokens, ``[B, columns]``, 0 for padding. With ``past_key_values``, it also
-                covers the columns of earlier calls.
+            attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
+                it also covers the columns of earlier calls.
             position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding. If
                 there is neither padding nor a state, a token whose position is not above that of the previous token begins a
                 new document, as with ``cu_seqlens``. An exported graph, which cannot depend on values, ignores such document
@@ -182,19 +182,24 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
     def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
         """Compute the cross-entropy of the target tokens in nats: a scalar, or ``[B, N]`` with ``loss_reduction="none"``.
 
-        The logits of all tokens are stored at once only if the head has an adapter of the library peft.
+        The logits of all tokens are stored at once only if the head has an adapter from the peft library.
+
+        Args:
+            hidden: input of the output head, ``[B, N, dim]``.
+            shift_labels: target of each token, ``[B, N]`` int64; -100 is ignored.
+            options: keyword arguments of the forward pass.
         """
         mean = options.get("loss_reduction", "mean") == "mean"
         rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
-        # Skip ignored tokens only where their number is at hand: reading it from a device waits for the device, and a graph
-        # cannot depend on it.
+        # Skip ignored tokens only where they can be counted: on a device, the count would have to wait for the device, and a
+        # graph cannot depend on it.
         can_count = mean and targets.device.type == "cpu" and not in_graph()
         if can_count and (counts := targets != IGNORED).sum() < len(targets) // 2:
             rows, targets = rows[counts], targets[counts]
         if type(self.head) is nn.Linear:
             compute = linear_cross_entropy if mean else token_losses
             loss = compute(rows, self.head.weight, targets)
-        else:  # an adapter of peft adds to the product with the weight, so that the weight alone is not enough
+        else:  # peft's adapter adds to the product with the weight, so the weight alone is not enough
             reduction = "mean" if mean else "none"
             logits = self.head(rows).float()
             loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)

@@ -1,4 +1,4 @@
-"""LightningModule for causal language models trained from scratch, either MHLA models or models of transformers."""
+"""LightningModule for causal language models trained from scratch, either MHLA models or transformers models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LanguageModel(CausalLanguageModel):
         vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
         context: number of tokens in a training sample.
         shape: widths, depth and heads.
-        network: configuration of transformers that builds a different causal language model instead of the MHLA backbone, as
+        network: transformers configuration of a different causal language model to build instead of the MHLA backbone, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds must
             not be set.
         generation: options for continuing prompts in predict.

@@ -1,4 +1,4 @@
-"""Causal language models of transformers, trained as baselines with the same data, optimizer and reports as MHLA models."""
+"""Causal language models from the transformers library, trained as baselines in the same way as MHLA models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_tasks.language.model import MHLAForCausalLM
 
 
 def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedModel:
-    """Build a causal language model with random weights from a configuration of transformers.
+    """Build a causal language model with random weights from a transformers configuration.
 
     Args:
         network: dict with these entries:
@@ -47,12 +47,12 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Check that a model can be trained, and test whether its logits are ``hidden @ weight.T`` with the weight of its head.
+    """Check that a model can be trained, and test whether its logits are ``hidden @ weight.T`` for its head's weight.
 
     If they are, the loss can be computed without storing the logits of all tokens at once.
 
     Args:
-        network: causal language model of transformers.
+        network: causal language model from the transformers library.
         context: number of tokens in a training sample.
 
     Returns:
@@ -96,7 +96,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
     """Compute the cross-entropy of the targets in nats, as a mean over the tokens or separately for each token.
 
     Args:
-        network: causal language model of transformers.
+        network: causal language model from the transformers library.
         inputs: input tokens, ``[B, N]`` int64.
         targets: token that follows each input token, ``[B, N]`` int64; -100 is ignored.
         mean: whether to return the mean over the targets instead of the loss of each token.

@@ -79,8 +79,8 @@ def document_bounds(
             the boundaries, or ``seq_idx``, the index of each token's document. transformers' ``DataCollatorWithFlattening``
             creates them.
         cu_seqlens: boundaries in the form of the return value; None to derive them from the other arguments.
-        position_ids: positions of the tokens; None to ignore positions. A document begins where the positions start again. An
-            exported graph cannot depend on their values, and ignores them.
+        position_ids: positions of the tokens; None to ignore positions. A document begins where a position is not above the
+            previous one. An exported graph ignores positions, because it cannot depend on their values.
         x: tokens, ``[B, N, ...]``.
 
     Returns:

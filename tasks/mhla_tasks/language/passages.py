@@ -1,4 +1,4 @@
-"""Data module of short texts, for encoders: one sample is a passage with the special tokens that the tokenizer adds."""
+"""Data module for short texts, to train encoders: each sample is a passage with the special tokens that the tokenizer adds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
-"""Passages are padded to a multiple of this number of tokens, so that the passages of a batch are about equally long."""
+"""Number of tokens to a multiple of which passages are padded. A batch contains passages with the same padded length."""
 
 TEXTS_AT_ONCE = 1024
 """Number of texts that are encoded together."""
@@ -34,7 +34,7 @@ class Passages:
 
     Args:
         texts: passages as text; those without tokens are left out.
-        tokenizer: tokenizer, whose special tokens are added.
+        tokenizer: tokenizer of the passages; its special tokens are added.
         length: maximum number of tokens in a passage; longer ones are cut.
     """
 
@@ -54,7 +54,7 @@ class Passages:
         return len(self.rows)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the tokens and the mask of a passage."""
+        """Return a passage as a dict with ``tokens`` and ``mask``, each ``[N]`` int64; the mask is 0 for padding."""
         row = self.rows[index]
         width = min(self.length, int(self.groups[index]) * STEP)
         tokens = torch.full((width,), self.padding, dtype=torch.int64)
@@ -63,17 +63,18 @@ class Passages:
 
 
 class TextPassages(ResumableDataModule):
-    """Data module for passages of text, which train an encoder of texts.
+    """Data module for passages of text, to train a text encoder.
 
     The texts are tokenized in memory when a run begins. A batch contains passages of about the same length.
 
     Args:
         train: files, folders or data sets (hub:NAME) of the training texts: text files, or tables (.jsonl, .csv, ...).
-        val: those of the held-out texts, for validation and tests.
+        val: files, folders or data sets of the held-out texts, for validation and tests.
         tokenizer: folder of the tokenizer, usually that of the pretrained encoder, or name of a model on the hub.
         length: maximum number of tokens in a passage; longer passages are cut.
         batch_size: number of passages in a batch, over all processes together.
-        unit: what a passage is. paragraph splits documents at blank lines; document takes the beginning of each document.
+        unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
+            used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the text.
         val_passages: number of held-out passages that are used, drawn at random but always the same; null for all.

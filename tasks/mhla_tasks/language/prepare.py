@@ -129,7 +129,7 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer: tokenizer to save.
 
     Raises:
-        ValueError: if ``target`` already contains shards, and its subfolder a different tokenizer.
+        ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer.
     """
     beside = target / "tokenizer"
     if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):

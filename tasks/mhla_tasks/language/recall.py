@@ -25,8 +25,8 @@ class RecallPart:
 
     Args:
         tokens: number of tokens in a sequence, an even number.
-        pairs: number of pairs of key and value, at most a quarter of ``tokens``. For each pair, a sequence
-            has one question: the key occurs again, and the model has to predict its value.
+        pairs: number of key-value pairs, at most a quarter of ``tokens``. For each pair, a sequence has one question: the key
+            occurs again, and the model has to predict its value.
         samples: number of sequences.
     """
 
@@ -148,7 +148,12 @@ class AssociativeRecall(QuestionData):
 
 
 class _RecallSamples:
-    """Data set of associative recall sequences, each of which is generated when it is read."""
+    """Data set of associative recall sequences, each of which is generated when it is read.
+
+    Args:
+        data: data module with the options of the sequences.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+    """
 
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
@@ -237,7 +242,12 @@ class Needle(QuestionData):
 
 
 class _NeedleSamples:
-    """Data set of needle-in-a-haystack sequences, each of which is generated when it is read."""
+    """Data set of needle-in-a-haystack sequences, each of which is generated when it is read.
+
+    Args:
+        data: data module with the options of the sequences.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+    """
 
     def __init__(self, data: Needle, stage: str) -> None:
         self.stage, self.seed, self.third = stage, data.seed, data.vocab_size // 3

@@ -30,7 +30,7 @@ NAMES = {
     "AutoModelForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
     "AutoModelForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
 }
-"""Name of the table of class names by model type that belongs to each auto class."""
+"""Mapping from each auto class to the name of the table that lists its class names by model type."""
 
 MODELS = (
     MHLAModel, MHLAForCausalLM, MHLAForSequenceClassification, MHLAForTokenClassification, MHLAForQuestionAnswering,
@@ -42,7 +42,7 @@ ADAPTED = {
     "LNTUNING_TARGET": ["norm1", "norm2", "norm"],
     "OSF_TARGET": ["qkv", "proj", "fc1_g", "fc1_x", "fc2"],
 }
-"""Layers that each method of peft adapts by default; methods that are not listed adapt only ``qkv``."""
+"""Layers that peft's methods adapt by default, by the name of the method's table; methods not listed adapt only ``qkv``."""
 
 
 def register() -> None:

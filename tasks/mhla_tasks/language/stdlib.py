@@ -26,7 +26,7 @@ LEFT_OUT = {
 """Folders that are not part of the library, or hold tables of data."""
 
 HELD_OUT = 20
-"""Approximate number of files for each file that is held out for validation, chosen by the hash of its name."""
+"""About one in this number of files is held out for validation; the hash of a file's name decides."""
 
 log = logging.getLogger(__name__)
 

@@ -266,8 +266,8 @@ class StreamLoader:
         This is a collective operation, so call it on every process.
 
         Returns:
-            A dict whose entry ``rows`` holds two numbers for each row. They are the index of the next document and the number
-            of its tokens that are used.
+            A dict whose entry ``rows`` holds two numbers for each row: the index of the next document, and the number of tokens
+            of this document that are already used.
         """
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0

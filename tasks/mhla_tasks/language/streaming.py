@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 BYTE = re.compile("<0x[0-9A-Fa-f]{2}>")
-"""Pattern of tokens that stand for one byte. Consecutive ones are decoded together: if they are not valid UTF-8, none is."""
+"""Pattern of tokens that stand for one byte. Consecutive bytes that are not valid UTF-8 all become U+FFFD."""
 
 WINDOW, OVERLAP = 256, 64
 """Maximum number of tokens that are decoded together, and number of these that the next window keeps."""

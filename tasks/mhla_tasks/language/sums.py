@@ -104,7 +104,7 @@ class TextSums(nn.Module):
         """Compute the metrics of all batches since the previous call of this method, and reset the sums.
 
         Args:
-            stage: what the batches were used for, such as ``"val"`` for validation, for the error message.
+            stage: purpose of the batches, such as ``"val"`` for validation; named in the error message.
             groups: names of the groups by which answers are counted; empty if there are no questions.
 
         Returns:

@@ -151,7 +151,7 @@ def left_padded(
         read_control_tokens: whether the spelling of a control token in a prompt, such as ``<|endoftext|>``, becomes that token.
 
     Returns:
-        Token indices and mask of non-padding tokens, each ``[B, N]`` int64.
+        Token indices, and a mask that is 1 for tokens and 0 for padding, each ``[B, N]`` int64.
 
     Raises:
         ValueError: if a prompt has no tokens.

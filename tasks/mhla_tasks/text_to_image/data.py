@@ -22,10 +22,10 @@ from mhla_tasks.text_to_image.sources import CaptionedImages
 PREPARE = "lightning prepare caption-latents"
 
 IMAGE = "png"
-"""Extension of the images that predict writes."""
+"""Extension of the image files that the predict command writes, without a dot."""
 
 SANA_LENGTH = 300
-"""Tokens of a caption in SANA."""
+"""Number of tokens of a caption in SANA."""
 
 
 class CaptionedImageData(CaptionedData):

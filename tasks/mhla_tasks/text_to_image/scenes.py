@@ -21,7 +21,7 @@ COLOURS = {
     "blue": (0.25, 0.35, 1.0),
     "yellow": (1.0, 1.0, 0.15),
 }
-"""Red, green and blue, from 0 to 1, of each color."""
+"""Mapping from the name of a color to its red, green and blue values, from 0 to 1."""
 
 RELATIONS = ("left of", "above")
 COUNTS = {2: "two", 3: "three"}

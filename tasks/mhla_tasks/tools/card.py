@@ -25,10 +25,10 @@ from mhla_tasks.tools.markdown import escaped, inline_code
 PAPER = "https://arxiv.org/abs/2601.07832"
 
 TRAINING = "training.yaml"
-"""Name under which the card asks the reader to save the configuration of the run."""
+"""File name under which the card asks the reader to save the configuration of the run."""
 
 LISTED_CLASSES = 100
-"""Number of class names up to which the card lists all of them."""
+"""Maximum number of class names that the card lists."""
 
 
 MARK = "<!-- lightning export "
@@ -80,9 +80,10 @@ def write_card(
 ) -> None:
     """Write the model card of an exported model.
 
-    The card states the type of the model, code that loads it, its classes, data, the score of the exported checkpoint, the
-    commands that made it, configuration, versions and license. Secrets and the directory parts of local paths are removed from
-    options and commands. Text from the checkpoint is escaped, so that it is never interpreted as Markdown or HTML.
+    The card states the type of the model, code that loads it, its classes, its training data, the score of the exported
+    checkpoint, the commands that produced it, its configuration, software versions and its license. Secrets and the directory
+    parts of local paths are removed from options and commands. Text from the checkpoint is escaped, so that it is never
+    interpreted as Markdown or HTML.
 
     Args:
         module: the exported module.
@@ -179,7 +180,7 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
 
 
 def _classes(module: TrainingModule) -> list[str]:
-    """Return a section with the names of a model's classes in the order of their numbers; empty if it has no classes."""
+    """Return a section with the names of a model's classes, in the order of the model's outputs; empty if it has no classes."""
     names = getattr(module, "class_names", None) or getattr(module, "label_names", None)
     if not names:
         return []

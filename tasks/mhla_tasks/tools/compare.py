@@ -19,7 +19,7 @@ from mhla_tasks.tools.comparison.runs import as_json, read_runs, unrecorded
 from mhla_tasks.tools.comparison.table import tabulate
 
 PAGE, PICTURE = "compared.html", "compared.png"
-"""Names of the files with the comparison of a sweep in its folder."""
+"""Names of the web page and the picture that compare the runs of a sweep, in the folder of the sweep."""
 
 
 def compare(
@@ -29,14 +29,14 @@ def compare(
     picture: Path | None = None,
     metrics: Sequence[str] | None = None,
 ) -> None:
-    """Compare the runs in folders: print a table, and write a web page and a picture if they are wanted.
+    """Compare the runs in folders: print a table and, on request, write a web page and a picture of the curves.
 
     Runs that have no ``run.json`` are named on standard error and left out.
 
     Args:
         folders: folders of runs, or folders that contain such folders at any depth.
         form: format of the table on standard output: ``table``, ``markdown``, ``csv``, ``latex`` or ``json``. JSON has an entry
-            for each run; the others average runs that differ only in their seed.
+            for each run; the other formats average runs that differ only in their seed.
         page: path of the web page to write; None for no page.
         picture: path of the picture of the curves to write; None for no picture.
         metrics: names of the metrics to show, in this order; None for all.

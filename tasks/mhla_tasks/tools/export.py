@@ -29,12 +29,12 @@ DOMAINS = {
 """Name of the training module of each domain, by the name of the domain.
 
 The module ``export`` of a domain defines ``write``, ``OPTIONS`` (the names of its options), and ``LOADING`` (code that loads an
-export) or the function ``loading`` if this code depends on the model. It may define ``REPLACED``, the names of files of an
-earlier export that are not kept.
+export) or the function ``loading`` if this code depends on the model. It may define ``REPLACED``, the names of files to delete
+if an earlier export wrote them.
 """
 
 WEIGHTS = re.compile(r"(model|diffusion_pytorch_model)(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
-"""Pattern of the names of weight files that exports write. Weight files with different names are the user's, and stay."""
+"""Pattern of the names of weight files that exports write. Weight files with other names belong to the user and are kept."""
 
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "added_tokens.json", "special_tokens_map.json")
@@ -141,7 +141,7 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
 
     Raises:
         FileNotFoundError: if there is no checkpoint.
-        ValueError: if the checkpoint was not trained with this package, or the class of its model may not be imported.
+        ValueError: if the checkpoint was not trained with this package, or if importing the class of its model is not allowed.
     """
     path = resolve_checkpoint(checkpoint)
     memory = read_header(path).get("hyper_parameters") or {}

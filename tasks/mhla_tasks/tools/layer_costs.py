@@ -34,12 +34,12 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
 
     Returns:
         A dict with the entries below. The loss of an encoder is the distance of its vectors from those of the original encoder.
-        Other losses are in nats. All are means per token, image or sample, as ``unit`` states:
+        Other losses are cross-entropies in nats. Every loss is a mean per token, image or sample, as ``unit`` states:
 
         * ``original``: loss with the original attention in all layers.
         * ``replaced``: loss with the new attention in all replaced layers.
         * ``hybrid``: loss of the hybrid model.
-        * ``alone``: dict with the loss for each replaced layer, by layer index, if only this layer has the new attention.
+        * ``alone``: dict from the index of each replaced layer to the loss if only this layer has the new attention.
         * ``unit``: ``"token"`` for a language model, ``"image"`` for a classifier, ``"sample"`` for an encoder.
         * ``kept``: indices of the layers that keep softmax attention in the hybrid model.
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.

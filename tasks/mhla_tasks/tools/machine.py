@@ -25,7 +25,7 @@ def doctor(arguments: Sequence[str]) -> int:
 
 
 def completion(parser: ArgumentParser) -> Run:
-    """Print a shell script that completes commands, options and configurations.
+    """Print a shell script that lets the shell complete commands, options and configuration names.
 
         lightning completion bash >> ~/.bashrc
 

@@ -1,4 +1,4 @@
-"""Escaping of texts from other people's files in Markdown."""
+"""Functions that escape text from untrusted files for use in Markdown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mhla_tasks.commandline.console import harmless
 
 
 def escaped(text: Any) -> str:
-    """Convert a text to one line, and escape the characters that Markdown or HTML would interpret."""
+    """Convert a value to one line of text, and escape the characters that Markdown or HTML would interpret."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 
 
 def inline_code(text: Any) -> str:
-    """Format a text as inline code in Markdown, or escape it if it contains a character that would end the code."""
+    """Format a value as inline code in Markdown, or as escaped text if it contains a character that would end the code."""
     line = str(text)
     return f"`{line}`" if re.fullmatch(r"[^`|<>\n\r\\]+", line) and harmless(line) == line else escaped(line)

@@ -108,9 +108,9 @@ def compare(parser: ArgumentParser) -> Run:
         lightning compare runs/mhla runs/softmax --latex --metrics val/accuracy
 
     The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. Runs
-    that differ only in their seed, and trained the same number of steps to the end, are one row: mean and standard deviation.
-    The table shows the metrics of the last validation. It also shows the best value of the metric that was used to choose
-    checkpoints. The best value of a column is bold. Runs of a sweep keep its order.
+    that differ only in their seed, and trained the same number of steps to the end, form one row with the mean and the standard
+    deviation. The table shows the metrics of the last validation. It also shows the best value of the metric that was used to
+    choose checkpoints. The best value of a column is bold. Runs of a sweep keep the order of the sweep.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     forms = parser.add_mutually_exclusive_group()
@@ -167,7 +167,7 @@ def bench(arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments after ``lightning bench``.
 
     Returns:
-        None for success; the exit status 2 if the package is not installed from a checkout.
+        None for success; exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks", arguments)
 
@@ -184,7 +184,7 @@ def paper(arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments after ``lightning paper``.
 
     Returns:
-        None for success; the exit status 2 if the package is not installed from a checkout.
+        None for success; exit status 2 if the package is not installed from a checkout.
     """
     return _run_of_checkout("benchmarks.paper", arguments)
 
@@ -199,7 +199,7 @@ def _run_of_checkout(program: str, arguments: Sequence[str]) -> int | None:
         arguments: command-line arguments of the module.
 
     Returns:
-        None for success; the exit status 2, after an error message, if this package is not installed from a checkout.
+        None for success; exit status 2, after an error message, if this package is not installed from a checkout.
     """
     if not (CHECKOUT / "benchmarks/__main__.py").is_file():
         sys.stderr.write(

@@ -144,7 +144,7 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument("--val_batches", type=int, default=16, help="held-out batches of a validation (default: 16)")
     parser.add_argument("--precision", default="32-true", help="precision of the Trainer (default: 32-true)")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: auto)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of everything (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers (default: 0)")
     parser.add_argument("--work", type=Path, help="working folder (default: TARGET-work)")
 
     def run(args: Namespace) -> None:

@@ -10,7 +10,7 @@ named after the values. The runs are trained one after the other, or each as a S
 The output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command
 resumes a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the
 end, all runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png``
-are written to its folder. A sweep of SLURM jobs does so when all of its jobs have finished.
+are written to the folder of the sweep. A sweep of SLURM jobs does so when all of its jobs have finished.
 
 Longer than other modules: it runs, submits, resumes and reports a sweep.
 """
@@ -61,7 +61,7 @@ OUTPUT = "output.txt"
 """Name of the file in a run's folder to which the output of the run is written."""
 
 FINISHED = "finished before"
-"""State of a run that an earlier start of the sweep has completed."""
+"""State of a run that finished in an earlier start of the sweep."""
 
 DEFAULT = "runs/sweep"
 LONGEST = 150
@@ -105,7 +105,7 @@ class SweepProgress:
     Attributes:
         count: number of runs in the sweep.
         console: rich console on standard error.
-        seconds: durations in seconds of the runs that were trained.
+        seconds: durations in seconds of the runs that this process trained. :meth:`running` appends to it.
         done: number of runs that have ended.
     """
 
@@ -116,7 +116,7 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Context manager that shows a run as the current one, and appends the duration of its ``with`` block to ``seconds``.
+        """Context manager that shows a run as the current one in the progress display, and records the duration of its block.
 
         Args:
             folder: folder of the run.
@@ -134,7 +134,7 @@ class SweepProgress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """Describe the number of remaining runs and their estimated duration; return an empty text if there is no estimate."""
+        """Describe the number of remaining runs and their estimated duration; empty if there is no estimate."""
         remaining = self.count - self.done
         if not self.seconds or not remaining:
             return ""
@@ -156,7 +156,7 @@ class SweepProgress:
 
 
 def _position(folder: Path) -> str:
-    """Describe the last validation of a run that is being trained, such as ``, step 600: val/loss 0.31``; empty if none."""
+    """Describe the latest validation of the run in training, such as ``, step 600: val/loss 0.31``; empty without one."""
     try:
         record = json.loads((folder / RECORD).read_text())
         metric = record["best"]["metric"]
@@ -214,8 +214,8 @@ def read_sweep(line: CommandLine) -> Sweep:
 def name_of(chosen: dict[str, str]) -> str:
     """Return the name of a run's folder, made of its option values, such as ``lr=0.001,depth=12``.
 
-    Characters that are unsuitable for a file name are replaced, secrets are removed, and long names are cut. In these cases a
-    hash is appended, so that different values have different names.
+    Characters that are unsuitable for a file name are replaced, secrets are removed, and long names are truncated. In these
+    cases a hash is appended, so that different values have different names.
 
     Args:
         chosen: value of each option that the sweep varies, by option name.

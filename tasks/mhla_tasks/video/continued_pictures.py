@@ -45,7 +45,7 @@ class ContinuationPictures(PeriodicEvaluation):
         self.clips, self.frames = clips, frames
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that the model can continue clips of the requested length, and the data has their truth.
+        """Check before training that the model can continue clips to the requested length, and that there are true clips.
 
         Raises:
             ValueError: if the model is not a VideoContinuation, the data is not BouncingDigits, or the clips are too long for

@@ -18,7 +18,7 @@ from mhla_tasks.video.sources import VIDEO, ShardClips
 PREPARE = "lightning prepare clip-latents"
 
 WAN_LENGTH = 512
-"""Tokens of a caption in Wan."""
+"""Number of tokens of a caption in Wan."""
 
 
 class ClipData(CaptionedData):

@@ -1,4 +1,4 @@
-"""Export of a trained video model to a folder, for a text-to-video transformer with the option to export its LoRA adapters."""
+"""Export of a trained video model to a folder. LoRA adapters of a text-to-video transformer can be exported separately."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
             frames: number of frames of the complete clips, including the first ones.
 
         Yields:
-            Each new frame ``[B, 1, C, H, W]`` int64, and the size of the states in bytes from which it was predicted.
+            Each new frame ``[B, 1, C, H, W]`` int64, and the size in bytes of the states from which it was predicted.
 
         Raises:
             ValueError: see :meth:`check_length`.
@@ -166,7 +166,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
             yield newest, cache.bytes
 
     def check_length(self, first: int, frames: int) -> None:
-        """Check that the model can continue clips to a length.
+        """Check that the model can continue clips to a given length.
 
         Args:
             first: number of first frames.

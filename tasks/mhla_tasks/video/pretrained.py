@@ -44,7 +44,7 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: weights by published name.
 
     Returns:
-        The weights by diffusers' name; those that MHLA adds have the names of this package.
+        The weights by diffusers' names; weights that MHLA adds have the names in this package.
 
     Raises:
         ValueError: if the weights belong to a variant of the authors' attention that this package does not support.

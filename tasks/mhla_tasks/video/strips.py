@@ -102,17 +102,17 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
 
 
 def _of_length(true: Tensor, clip: Tensor) -> Tensor:
-    """Cut a true clip to the length of a continued one, or fill it up with gray frames."""
+    """Cut a true clip ``[F, C, H, W]`` to the length of a continued clip, or pad it to this length with gray frames."""
     return torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
 
 
 def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
-    """Choose frames of a continued clip to show: some up to the trained length, and as many more whenever the length doubles.
+    """Choose which frames of a continued clip to show: the same number from the trained length and from each doubling of it.
 
     Args:
         trained: number of frames of a training clip.
         frames: number of frames of the clip.
-        part: number of frames up to the trained length, and up to each doubling of it.
+        part: number of frames to choose from the trained length, and from each interval in which the length doubles.
 
     Returns:
         Indices of frames, in ascending order; the last one is ``frames - 1``.

@@ -89,7 +89,7 @@ class ContinuationWriter(ClipWriter):
         write_animation(path.with_suffix(".gif"), side_by_side(self._truth, clips), module.sampling.fps)
 
     def _summarize(self, rows: Sequence[Row]) -> None:
-        """Write the means over all clips for each frame, and print them at the trained length and at its doublings."""
+        """Write statistics of each frame over all clips, and print those at the trained length and at its doublings."""
         start, trained = self._module.start, self._module.frames
         # clips of an interrupted run that continued with other options may have fewer true frames
         compared = min(len(row["error"]) for row in rows)

@@ -237,7 +237,8 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         linearized(Path("nowhere/at/all"))
     ours = LanguageModel(vocab_size=40, context=48, shape=DecoderShape(dim=16, depth=1, heads=2, mlp_width=16))
     with pytest.raises(
-        ValueError, match="is of no model of transformers: softmax layers of our own backbone become others by"
+        ValueError,
+        match="does not hold a transformers model; to replace softmax layers of an MHLA language model, set --model",
     ):
         source_network(str(fit(ours, 1, tmp_path)))
     with pytest.raises(ValueError, match=r"distillation.layer_steps=-1 must not be negative"):

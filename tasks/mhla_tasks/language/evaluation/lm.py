@@ -158,7 +158,7 @@ class MHLALM(HFLM):
             truncation: whether to first shorten texts to the maximum length that the tokenizer sets.
 
         Returns:
-            Token indices and mask of non-padding tokens, each ``[B, N]`` int64.
+            Token indices, and a mask that is 1 for tokens and 0 for padding, each ``[B, N]`` int64.
         """
         rows = [self.tok_encode(string) for string in strings]
         if truncation:

@@ -20,7 +20,7 @@ from mhla_kernels.own_files import own_folder
 from lightning_mhla.data.tables import default_cache
 
 BUILDERS = ("json", "csv", "parquet", "text", "arrow")
-"""Names of file formats, which ``datasets`` takes in place of a data set's name."""
+"""Names of file formats, which ``datasets`` accepts in place of a data set's name."""
 
 
 @contextmanager

@@ -21,16 +21,16 @@ Points = list[tuple[int, float]]
 
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 36
-"""Size of an SVG panel and its margins in pixels."""
+"""Width and height of an SVG panel, and its margins, in pixels."""
 
 COLORS = 8
 """Number of colors. Further groups get the same colors with dashed lines."""
 
 DASHES = ("", "6 3", "2 3", "8 3 2 3")
-"""Dash patterns of lines, each for as many groups as there are colors."""
+"""Dash patterns of lines. The first :data:`COLORS` groups use the first pattern, the next groups the second one, and so on."""
 
 MOST_MARKERS = 40
-"""Number of points up to which each point of a curve has a marker."""
+"""Number of points above which the points of a curve are not marked."""
 
 
 def mean_points(group: Group, metric: str) -> Points:
@@ -51,7 +51,7 @@ def finite_points(points: Sequence[tuple[int, float | None]]) -> Points:
 
 
 def drawn_metrics(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> list[str]:
-    """List the metrics that have a curve: those with a finite value in any run, and with at least two different values.
+    """List the metrics that have a curve: those that have at least two different finite values.
 
     Args:
         groups: compared groups.
@@ -142,12 +142,12 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
 
 
 def color_class(index: int) -> str:
-    """Return the class of the style sheet that sets the color of a group."""
+    """Return the CSS class that sets the color of the group with this index."""
     return f"g{index % COLORS}"
 
 
 def dash(index: int) -> str:
-    """Return the SVG attribute of the dash pattern of a group's lines; empty for solid lines."""
+    """Return the SVG attribute with the dash pattern of the lines of the group with this index; empty for solid lines."""
     pattern = DASHES[index // COLORS % len(DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
 

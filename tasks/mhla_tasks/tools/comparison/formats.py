@@ -22,11 +22,11 @@ LATEX = {
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
     '"': r"\textquotedbl{}", "±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$",
 }  # fmt: skip
-"""Characters with a meaning in LaTeX, or not in its standard fonts, and what prints them."""
+"""Characters that LaTeX interprets, or that its standard fonts lack, each with the LaTeX code that prints it."""
 
 
 def print_table(table: Table, remarks: Sequence[str]) -> None:
-    """Print a table, which adapts to the width of the terminal, with the best values in bold.
+    """Print a table that adapts to the width of the terminal, with the best values in bold.
 
     Args:
         table: table to print.
@@ -47,7 +47,7 @@ def print_table(table: Table, remarks: Sequence[str]) -> None:
 
 
 def as_markdown(table: Table) -> str:
-    """Format a table in Markdown, with numbers to the right and the best values in bold."""
+    """Format a table in Markdown, with numbers aligned to the right and the best values in bold."""
     shown = table.without("run") if table.identified else table
     rule = ["---:" if column.kind == "number" else "---" for column in shown.columns]
     lines = [[escaped(column.title) for column in shown.columns], rule]

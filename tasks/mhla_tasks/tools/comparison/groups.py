@@ -2,7 +2,7 @@
 
 A group averages only runs that are comparable: they have the same options except the seed, trained the same number of steps,
 have the same number of parameters, and finished. Runs without a configuration, or with a seed that another run of the group
-has, form groups of their own. So a mean never mixes different trainings.
+has, form groups of their own. A mean therefore never mixes runs that were trained differently.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ HIGHER = {
     "ssim",
     "agreement",
 }
-"""Words in the names of metrics that say whether lower or higher values are better."""
+"""Words in the names of metrics for which lower (``LOWER``) or higher (``HIGHER``) values are better."""
 
 COUNTED = "val/samples"
-"""Number of validation samples, which is not a metric to compare."""
+"""Name under which the number of validation samples is recorded among the metrics."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Group:
         runs: runs that differ only in their seed.
         name: name of the run's folder, or the common parts of the folder names with ``*`` where they differ.
         label: values of the options that differ between groups, such as ``kind=mhla, lr=0.001``, or the name if none differs.
-        notes: what a reader has to know about the numbers of this group, such as ``not finished``.
+        notes: remarks that a reader needs to interpret the numbers of this group, such as ``not finished``.
     """
 
     runs: tuple[Run, ...]
@@ -84,15 +84,15 @@ class Group:
 
     @property
     def seeds(self) -> list[str]:
-        """Seeds of the runs as texts; ``?`` where the configuration does not have one."""
+        """Seeds of the runs as strings; ``?`` for a run whose configuration does not have one."""
         return [option_text(run.options.get(SEED)) or "?" for run in self.runs]
 
     def final(self, metric: str) -> Summary:
-        """Return the summary of the last recorded values of a metric."""
+        """Return the mean and standard deviation of the runs' last recorded values of a metric."""
         return summarize([run.final(metric) for run in self.runs], [bool(run.points(metric)) for run in self.runs])
 
     def best(self, metric: str) -> Summary:
-        """Return the summary of the best values of the metric that chose checkpoints."""
+        """Return the mean and standard deviation of the runs' best values of the metric by which checkpoints were chosen."""
         chosen = [run.record["best"].get("metric") == metric for run in self.runs]
         return summarize([run.record["best"].get("value") for run in self.runs], chosen)
 
@@ -152,7 +152,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _with_distinct_label(group: Group, groups: Sequence[Group]) -> Group:
-    """Return a group whose label tells it apart from the other groups: by its notes, or else by its folder."""
+    """Return a copy of a group with a unique label, to which its notes or else its folder are appended if necessary."""
     same = [other for other in groups if other.label == group.label]
     if len(same) == 1:
         return group
@@ -179,7 +179,7 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def all_metrics(groups: Sequence[Group]) -> list[str]:
-    """List the metrics that any run recorded: first the one that chose checkpoints, then the others that differ between groups.
+    """List the recorded metrics: first those by which checkpoints were chosen, then those that differ between runs.
 
     The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
@@ -194,7 +194,7 @@ def all_metrics(groups: Sequence[Group]) -> list[str]:
 def direction(metric: str, groups: Sequence[Group]) -> str | None:
     """Return whether lower or higher values of a metric are better: ``min`` or ``max``; None if this is not known.
 
-    The mode with which a run chose checkpoints by this metric decides. For other metrics, the words in the name do.
+    If a run chose checkpoints by this metric, the mode of this choice decides; otherwise, the words in the metric's name do.
 
     Args:
         metric: name of the metric, such as ``val/accuracy``.
@@ -212,7 +212,7 @@ def direction(metric: str, groups: Sequence[Group]) -> str | None:
 
 
 def remarks(groups: Sequence[Group]) -> list[str]:
-    """Return sentences about what makes the groups hard to compare: software, seeds, numbers of runs and of samples."""
+    """Return sentences about differences that make groups hard to compare: software, seeds, and numbers of runs and samples."""
     runs = [run for group in groups for run in group.runs]
     sentences = []
     if len(runs) == 1:

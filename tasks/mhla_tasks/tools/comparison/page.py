@@ -1,7 +1,7 @@
 """Writer of ``compared.html``, a web page that compares runs. It works without network and without other files.
 
-Names, options and texts come from folders of runs that may be other people's. All of them are escaped, and the page forbids
-every script but its own with a content security policy.
+Names, options and texts come from run folders, which may have been created by other people. All of them are escaped, and the
+page forbids every script but its own with a content security policy.
 """
 
 from __future__ import annotations
@@ -164,7 +164,13 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
 
 
 def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
-    """Return a sentence about the two best rows of the first metric that has a best value; empty if there is none."""
+    """Return a sentence about the two best rows of the first metric that has a best value; empty if there is none.
+
+    Args:
+        groups: compared groups.
+        table: table with a row for each group.
+        marks: HTML for each group, with its color and number.
+    """
     for index, column in enumerate(table.columns):
         if any(row[index].best for row in table.rows):
             finished = [number for number, group in enumerate(groups) if group.first.record["finished"]]
@@ -221,7 +227,7 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _seeds(group: Group, path: Path) -> str:
-    """Return HTML with the seeds of a group, each with a link to the report of its run if there is one."""
+    """Return HTML with the seeds of a group, each linked to its run's report, if any, relative to the page ``path``."""
     links = []
     for run, seed in zip(group.runs, group.seeds, strict=True):
         report = run.folder / REPORT

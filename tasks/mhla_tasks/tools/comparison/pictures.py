@@ -15,21 +15,21 @@ from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.comparison.groups import Group
 
 LARGEST, LARGEST_PAGE = 8 << 20, 96 << 20
-"""Size limits in bytes of a picture, and of all pictures of a page."""
+"""Maximum size of a picture, and maximum total size of the pictures of a page, in bytes."""
 
 LAST = 4000
-"""Number of characters shown of a file with text samples; the last ones are shown."""
+"""Number of characters at the end of a file with text samples that the page shows."""
 
 
 def pictures(groups: Sequence[Group], swatch: Sequence[str]) -> str:
     """Return a section of HTML with the latest pictures of each kind, one for each group.
 
-    The first run of a group stands for it. Pictures whose names differ only in the optimizer step are of one kind. The learning
-    curves of single runs are left out, since the page has the curves of all runs.
+    The first run of a group represents it. Pictures whose names differ only in the optimizer step are of the same kind. The
+    learning curves of single runs are left out, since the page has the curves of all runs.
 
     Args:
         groups: compared groups.
-        swatch: HTML that marks each group.
+        swatch: HTML for each group, with its color and number.
     """
     latest = [_latest(group.first.folder) for group in groups]
     kinds = list(dict.fromkeys(kind for of_group in latest for kind in of_group))
@@ -65,14 +65,14 @@ def pictures(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
 
 def _read(path: Path, room: int) -> StoredPicture | None:
-    """Read a picture; return None if it is not one, or if it is larger than the limit or than ``room`` bytes."""
+    """Read a picture file; return None if it is not a picture, or is larger than the limit or than ``room`` bytes."""
     dark = path.parent / DARK / path.name
     size = path.stat().st_size + (dark.stat().st_size if dark.is_file() else 0)
     return read_picture(path) if size <= min(LARGEST, room) else None
 
 
 def _image(picture: StoredPicture, alt: str) -> str:
-    """Return an embedded picture as HTML. On a phone it keeps half of its size, so that its texts stay readable."""
+    """Return an embedded picture as HTML. Phones show it at half of its size or more, so that text in it stays readable."""
     source = embedded(picture.kind, picture.content)
     image = f'<img loading="lazy" alt="{html_text(alt)}" src="{source}" style="--width: {picture.width}px">'
     if picture.dark is not None:
@@ -87,7 +87,7 @@ def _figure(group: Group, swatch: str, detail: str, image: str) -> str:
 
 
 def _latest(folder: Path) -> dict[str, Path]:
-    """Return the path of the latest picture of each series in a run's folder."""
+    """Return a mapping from the name of each series of pictures in a run's folder to the path of its latest picture."""
     latest = newest_pictures(folder / "checkpoints") | newest_pictures(folder / "pictures")
     return {series: path for series, path in latest.items() if series != CURVES}
 
@@ -97,7 +97,7 @@ def samples(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
     Args:
         groups: compared groups.
-        swatch: HTML that marks each group.
+        swatch: HTML for each group, with its color and number.
     """
     figures = []
     for index, group in enumerate(groups):
@@ -109,5 +109,5 @@ def samples(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
 
 def html_text(text: str, lines: bool = False) -> str:
-    """Escape a text of a run for HTML, without secrets, and as one line unless ``lines`` is set."""
+    """Redact the secrets in a text and escape it for HTML; unless ``lines`` is true, escape line breaks, too."""
     return escape(redact(text) if lines else without_controls(redact(text)))

@@ -22,10 +22,10 @@ ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
 
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
-"""Configuration keys with the location of a run. They do not count as differences between runs."""
+"""Configuration keys whose values are paths of run folders and checkpoints. They do not count as differences between runs."""
 
 LARGEST = 1e300
-"""Values of metrics from here on count as not finite."""
+"""Absolute value at and above which a metric counts as not finite."""
 
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
@@ -46,7 +46,10 @@ class Run:
     options: dict[str, Any]
 
     def points(self, metric: str) -> list[tuple[int, float | None]]:
-        """Return the optimizer steps and values of a metric; empty if the run did not record it. None is not finite."""
+        """Return the recorded values of a metric, each with its optimizer step.
+
+        A value that is not finite is None. The list is empty if the run did not record the metric.
+        """
         return [(step, value) for step, value in self.record["metrics"].get(metric, ())]
 
     def final(self, metric: str) -> float | None:
@@ -103,7 +106,7 @@ def _sweep_order(folder: Path) -> list[str]:
 
 
 def write_order(folder: Path, names: Sequence[str]) -> str:
-    """Return the content of the file with which a sweep stores the order of its runs.
+    """Return the content of the file in which a sweep stores the order of its runs.
 
     Args:
         folder: folder of the sweep. The runs of an earlier sweep in this folder follow those of the current sweep.
@@ -139,13 +142,13 @@ def _read(path: Path) -> Run:
 
 
 class _BrokenRecordError(Exception):
-    """Entry of a ``run.json`` that is missing or has a wrong type; the message names it."""
+    """Error for an entry of a ``run.json`` that is missing or has a wrong type; the message names the entry."""
 
 
 def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """Check the entries of a ``run.json`` that comparisons use, and replace numbers that are not finite by None.
 
-    Runs may come from other people, so nothing about the file is taken for granted.
+    Runs may come from other people, so the types of all these entries are checked.
     """
     if not isinstance(record.get("metrics"), dict) or not _is_number(record.get("seconds")):
         raise _BrokenRecordError("it has no metrics or no seconds")
@@ -233,17 +236,17 @@ def compared_keys(runs: Sequence[Run]) -> list[str]:
 
 
 def plain(value: Any) -> str:
-    """Return the value of an option as JSON, to compare values of any type."""
+    """Return the value of an option as a JSON string, so that values of any type can be compared."""
     return json.dumps(value, default=str)
 
 
 def option_text(value: Any) -> str:
-    """Return the value of an option as a text for tables and labels; empty for None."""
+    """Return the value of an option as text for tables and labels; empty for None."""
     return "" if value is None else value if isinstance(value, str) else plain(value)
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted configuration keys to the fewest last parts that are unique among them.
+    """Shorten dotted configuration keys to as few of their last parts as possible, such that they remain unique.
 
     Args:
         keys: dotted keys, such as ``model.optimizer.lr``.

@@ -12,7 +12,7 @@ from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, dire
 from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
 
 ARROWS = {"min": "↓", "max": "↑", None: ""}
-"""Signs that say whether lower or higher values of a metric are better."""
+"""Arrow that shows whether lower (``min``) or higher (``max``) values of a metric are better; empty if this is unknown."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Column:
     Attributes:
         name: heading, such as ``kind`` or ``val/accuracy``.
         kind: ``run``, ``option``, ``number`` or ``note``.
-        better: ``min`` or ``max``, whether lower or higher values are better; None if unknown or not applicable.
+        better: ``min`` if lower values are better, ``max`` if higher values are; None if unknown or not applicable.
         key: complete configuration key of an option.
     """
 
@@ -55,7 +55,7 @@ class Column:
 
     @property
     def title(self) -> str:
-        """Heading with an arrow that says whether lower or higher values are better."""
+        """Heading with an arrow that shows whether lower or higher values are better."""
         return f"{self.name} {ARROWS[self.better]}".rstrip()
 
 
@@ -74,7 +74,7 @@ class Table:
     identified: bool
 
     def without(self, kind: str) -> Table:
-        """Return the table without the columns of one kind."""
+        """Return a copy of the table without the columns of one kind."""
         indices = [index for index, column in enumerate(self.columns) if column.kind != kind]
         rows = [[row[index] for index in indices] for row in self.rows]
         return Table([self.columns[index] for index in indices], rows, self.identified)
@@ -84,8 +84,8 @@ def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> T
     """Build the table of a comparison.
 
     The columns are the folder, the options that differ, the number of runs if it is not 1 everywhere, the last values of the
-    metrics, the best values of the metrics that chose checkpoints unless they are the last ones, steps, time, parameters, and
-    notes if there are any.
+    metrics, the best values of the metrics by which checkpoints were chosen unless they equal the last values, steps, time,
+    parameters, and notes if there are any.
 
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
@@ -138,9 +138,9 @@ def _time(group: Group) -> Cell:
 
 
 def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
-    """Return the cells of a metric, and mark the best, also those that are rounded to the same text.
+    """Return the cells of a metric, and mark the best value and all values that are rounded to the same text.
 
-    Unfinished runs do not compete. A single value, or values that are all equal, have no best.
+    Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
     """
     cells = [_metric_cell(summary) for summary in summaries]
     competing = [group.first.record["finished"] for group in groups]
