@@ -1,4 +1,4 @@
-"""Decoding of MP4 files to RGB frames that equal those of the ``ffmpeg`` command.
+"""Decoding of MP4 and GIF files to RGB frames that equal those of the ``ffmpeg`` command.
 
 :func:`open_video` opens a file. Its frames are rotated and mirrored according to the display matrix of the file, and scaled to
 square pixels in 8-bit RGB. libavfilter converts them with the same filters in the same order as the ``ffmpeg`` command. Like
@@ -241,12 +241,13 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
 
 
 @contextmanager
-def open_video(data: bytes, name: str) -> Iterator[Video]:
-    """Context manager that opens the contents of an MP4 file for decoding.
+def open_video(data: bytes, name: str, extension: str = "mp4") -> Iterator[Video]:
+    """Context manager that opens the contents of an MP4 or GIF file for decoding.
 
     Args:
         data: contents of the file.
         name: name of the file, for error messages.
+        extension: expected format, ``"mp4"`` or ``"gif"``.
 
     Yields:
         The opened video. If the file has several video streams, it uses the stream that ffmpeg would choose, and never a cover
@@ -258,11 +259,11 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
     """
     import av
 
-    check_format(data, name)
+    check_format(data, name, extension)
     if missing := missing_bytes(data):
         raise BrokenSampleError(f"{name}: the video is cut off: {missing} bytes are missing")
     try:
-        with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
+        with av.open(io.BytesIO(data), format=extension, metadata_errors="ignore") as container:
             stream = _chosen_stream(container, name)
             # Frame threads return a damaged frame before it is marked as damaged, so that some would pass unnoticed. Data
             # workers run in parallel anyway.
@@ -278,18 +279,23 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
         raise BrokenSampleError(f"{name}: the video cannot be decoded ({reason(error)})") from error
 
 
-def check_format(data: bytes, name: str) -> None:
-    """Reject a video file that is empty, or whose first bytes are those of a format other than MP4.
+def check_format(data: bytes, name: str, extension: str = "mp4") -> None:
+    """Reject a video file that is empty, or whose first bytes are those of a different format.
 
     Args:
         data: contents of the file.
         name: name of the file, for messages.
+        extension: expected format, ``"mp4"`` or ``"gif"``.
 
     Raises:
         BrokenSampleError: if the file is empty or has a different format; the message gives the reason.
     """
     if not data:
         raise BrokenSampleError(f"{name}: the video cannot be decoded (the file is empty)")
+    if extension == "gif":
+        if not data.startswith(b"GIF8"):
+            raise BrokenSampleError(f"{name}: the video cannot be decoded (it is not GIF, although it is named .gif)")
+        return
     other = OTHER_FORMATS.get(data[8:12] if data.startswith(b"RIFF") else data[:4])
     if other and data[4:8] not in BOXES:
         raise BrokenSampleError(

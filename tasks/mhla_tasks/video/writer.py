@@ -91,7 +91,7 @@ class ContinuationWriter(ClipWriter):
     def _summarize(self, rows: Sequence[Row]) -> None:
         """Write the means over all clips for each frame, and print them at the trained length and at its doublings."""
         start, trained = self._module.start, self._module.frames
-        # clips of an interrupted run that continued with other options may have fewer true frames
+        # videos differ in length, as do clips of an interrupted run that continued with other options
         compared = min(len(row["error"]) for row in rows)
         errors = [mean(row["error"][frame] for row in rows) for frame in range(compared)]
         exact = [sum(row["error"][frame] == 0 for row in rows) for frame in range(compared)]
