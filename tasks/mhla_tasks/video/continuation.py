@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import Callback
@@ -108,6 +108,7 @@ class VideoContinuation(GenerativeModule):
         ValueError: if ``start`` is not between 1 and ``frames - 1``, or sizes contradict each other.
     """
 
+    usage: ClassVar[dict[str, str]] = {"Continue held-out clips": "lightning predict {run} --frames 64"}
     network: FrameTransformer
     train_batch = ("video",)
     evaluation_batch = ("video", "index")

@@ -100,7 +100,8 @@ class ContinuationPictures(PeriodicEvaluation):
             "after that."
         )
         save_figure(figure, folder / f"{name}.png", caption)
-        write_animation(folder / f"{name}.gif", side_by_side(truth, clips), module.sampling.fps)
+        moving = f"The same clips in motion at step {trainer.global_step:,}, truth on the left."
+        write_animation(folder / f"{name}.gif", side_by_side(truth, clips), module.sampling.fps, moving)
         log_figure(trainer, "continued", figure)
         errors = [
             relative_errors(clip[: len(true)], true)[module.start :] for clip, true in zip(clips, truth, strict=True)

@@ -50,7 +50,7 @@ class CaptionedClips:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a clip: a dict with ``video`` ``[3, frames, height, width]`` float32 in -1 .. 1, ``caption`` and ``index``."""
         text, name = self.files.caption(index), self.files.describe(index)
-        position = float(torch.rand(())) if self.anywhere else 0.5
+        position = _position(self.anywhere)
         data = self.files.member(index, (VIDEO,))[1]
         clip = read_clip(data, name, self.frames, self.fps, position, (self.height, self.width))
         return {"video": to_signed(clip), "caption": text, "index": index}
@@ -130,7 +130,7 @@ class UncaptionedClips:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a clip: a dict with ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, and ``index``."""
         frames, *size = self.size
-        position = float(torch.rand(())) if self.anywhere else 0.5
+        position = _position(self.anywhere)
         extension, data = self.files.member(index, VIDEOS)
         clip = read_clip(data, self.files.describe(index), frames, self.fps, position, (size[0], size[1]), extension)
         return {"video": to_signed(_with_channels(clip, self.channels)), "index": index}
@@ -192,6 +192,11 @@ class Beginnings:
         extension, data = self.files.member(index, VIDEOS)
         name, (_, height, width) = self.files.describe(index), self.size
         return _with_channels(read_beginning(data, name, most, self.fps, (height, width), extension), self.channels)
+
+
+def _position(anywhere: bool) -> float:
+    """Return the position of a clip within its video: a random one, or the middle."""
+    return float(torch.rand(())) if anywhere else 0.5
 
 
 def _with_channels(clip: Tensor, channels: int) -> Tensor:

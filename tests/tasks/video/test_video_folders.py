@@ -66,6 +66,7 @@ def config(folder: Path, videos: Path) -> Path:
     content["trainer"]["callbacks"] = [
         {"class_path": "ModelCheckpoint", "init_args": {"dirpath": str(folder / "checkpoints"), "save_last": True}},
         {"class_path": "mhla_tasks.video.ContinuationPictures", "init_args": {"every_n_steps": None, "clips": 2, "frames": 9}},
+        {"class_path": "lightning_mhla.callbacks.RunReport"},
     ]  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / "config.yaml").write_text(yaml.safe_dump(content))
@@ -79,6 +80,9 @@ def test_held_out_videos_are_continued(kind: str, tmp_path: Path) -> None:
     held_out = write_folder(tmp_path / "held-out", FOLDERS[kind])
     parser.main(["fit", "--config", str(config(tmp_path / "run", train))])
     assert (tmp_path / "run/log/pictures/continued-step0000002.gif").exists()
+    (report,) = (tmp_path / "run").rglob("report.html")
+    for text in ("The same clips in motion at step 2, truth on the left.", "lightning predict", "--frames 64"):
+        assert text in report.read_text()
     said = run_cli(
         "predict", f"--ckpt_path={tmp_path / 'run/checkpoints/last.ckpt'}", f"--data.val={held_out}",
         f"--frames={FRAMES}", f"--model.output={tmp_path / 'out'}", folder=tmp_path,
