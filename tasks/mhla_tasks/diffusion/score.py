@@ -73,5 +73,5 @@ def print_scores(scores: dict[str, Any], title: str, as_json: bool) -> None:
     table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(scores["marks"]))
     for name, value in scores.items():
         if name != "marks":
-            table.add_row(name, rounded(value) if isinstance(value, float) else str(value))
+            table.add_row(name, value if isinstance(value, str) else rounded(value))
     Console().print(table)
