@@ -106,7 +106,7 @@ def test_a_run_says_what_it_needs_and_how_long_it_takes(capsys: pytest.CaptureFi
     fit(Poison("nowhere"), Forecast(warm_up_steps=1, measured_steps=2))
     said = capsys.readouterr().err
     assert re.search(
-        r"9\.\d+k parameters, .* on 1 process: 0\.2\d+ MiB each for weights, gradients, AdamW, average", said
+        r"9\.\d+k parameters, .* on 1 process: 0\.18\d+ MiB each for weights, gradients, AdamW, average", said
     )
     assert "11 steps per epoch, 4 in all" in said
     assert re.search(r"[\d.]+ (s per step|steps per second), \d+ s remaining, without validation", said)

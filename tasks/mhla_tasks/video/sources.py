@@ -164,8 +164,8 @@ class Beginnings:
         if limit is not None and limit < 1:
             raise ValueError(f"clips={limit} must be at least 1")
         count = sum(files.shard_sizes)
-        self.files, self.shard_sizes = files, [count if limit is None else min(limit, count)]
-        self.size, self.fps, self.channels = size, fps, channels
+        self.shard_sizes: Sequence[int] = [count if limit is None else min(limit, count)]
+        self.files, self.size, self.fps, self.channels = files, size, fps, channels
         for index in range(len(self)):  # before the first clip is continued, which may take long
             if (frames := len(self._read(index, least))) < least:
                 raise ValueError(

@@ -144,8 +144,8 @@ def write_animation(path: Path, clips: Tensor, fps: float, caption: str = "") ->
         top, left = number // columns * high, number % columns * wide
         canvas[:, :, top : top + high - 2, left : left + wide - 2] = clip
     first, *rest = (Image.fromarray(frame.numpy()) for frame in canvas.permute(0, 2, 3, 1))
-    options = {"comment": caption.encode()} if caption else {}
-    first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000 / fps)), loop=0, **options)
+    duration, comment = max(20, round(1000 / fps)), caption.encode()
+    first.save(path, save_all=True, append_images=rest, duration=duration, loop=0, comment=comment)
 
 
 def _short(caption: str, limit: int = 44) -> str:

@@ -81,8 +81,8 @@ def test_held_out_videos_are_continued(kind: str, tmp_path: Path) -> None:
     parser.main(["fit", "--config", str(config(tmp_path / "run", train))])
     assert (tmp_path / "run/log/pictures/continued-step0000002.gif").exists()
     (report,) = (tmp_path / "run").rglob("report.html")
-    for text in ("The same clips in motion at step 2, truth on the left.", "lightning predict", "--frames 64"):
-        assert text in report.read_text()
+    assert "The same clips in motion at step 2, truth on the left." in report.read_text()
+    assert "lightning predict {run} --frames 64" in report.with_name("run.json").read_text(), "the next command"
     said = run_cli(
         "predict", f"--ckpt_path={tmp_path / 'run/checkpoints/last.ckpt'}", f"--data.val={held_out}",
         f"--frames={FRAMES}", f"--model.output={tmp_path / 'out'}", folder=tmp_path,
@@ -113,7 +113,7 @@ def test_held_out_videos_are_continued(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_clip_shorter_than_the_copied_frames_is_an_error_before_anything_is_drawn(tmp_path: Path) -> None:
-    train = write_folder(tmp_path / "train", {"x.mp4": 9})
+    train = write_folder(tmp_path / "train", {"x.mp4": 9, "y.mp4": 9})
     held_out = write_folder(tmp_path / "held-out", {"a.mp4": 9, "still.gif": 1})
     parser.main(["fit", "--config", str(config(tmp_path / "run", train))])
     checkpoint = tmp_path / "run/checkpoints/last.ckpt"
@@ -130,7 +130,8 @@ def test_packed_videos_are_continued(tmp_path: Path) -> None:
     videos = write_folder(tmp_path / "videos", FOLDERS["mp4"])
     for path in videos.iterdir():
         path.with_suffix(".txt").write_text("a square moving right")
-    run_cli("prepare", "clips", str(videos), str(tmp_path / "shards"), folder=tmp_path)
+    status, said = fork_server().run("prepare", "clips", str(videos), "shards", module="mhla_tasks", folder=tmp_path)
+    assert status == 0, said
     written = yaml.safe_load(config(tmp_path / "run", videos).read_text())
     shards = str(tmp_path / "shards/train-*.tar")
     sizes = {"train": shards, "val": shards, "frames": 5, "height": 32, "width": 32, "fps": None, "num_workers": 0}
