@@ -96,9 +96,8 @@ def test_held_out_videos_are_continued(kind: str, tmp_path: Path) -> None:
         source = next(path for path in held_out.rglob(row["prompt"]))
         truth = read_beginning(source.read_bytes(), "truth", START, None, (32, 32), source.suffix[1:]).float().mean(1)
         clip = read_clip((tmp_path / "out/videos" / row["file"]).read_bytes(), "clip", FRAMES, None, 0.0)
-        copied = clip[:START].float().mean(1)
-        assert (copied - truth).abs().mean() < 40, "4 levels and compression"
-        assert torch.corrcoef(torch.stack([copied.flatten(), truth.flatten()]))[0, 1] > 0.95
+        in_levels = (truth / 255 * 3).round() * 85
+        assert (clip[:START].float().mean(1) - in_levels).abs().mean() < 8, "but for compression, frames are copied"
     with Image.open(tmp_path / "out/videos.gif") as animation:
         assert animation.n_frames == FRAMES
     by_frame = json.loads((tmp_path / "out/videos-by-frame.json").read_text())
@@ -143,7 +142,14 @@ def test_packed_videos_are_continued(tmp_path: Path) -> None:
     (tmp_path / "run/config.yaml").write_text(yaml.safe_dump(written))
     parser.main(["fit", "--config", str(tmp_path / "run/config.yaml")])
     checkpoint = tmp_path / "run/checkpoints/last.ckpt"
-    run_cli("predict", f"--ckpt_path={checkpoint}", "--frames=9", f"--model.output={tmp_path / 'out'}", folder=tmp_path)
+    run_cli(
+        "predict",
+        f"--ckpt_path={checkpoint}",
+        "--frames=9",
+        "--data.clips=2",
+        f"--model.output={tmp_path / 'out'}",
+        folder=tmp_path,
+    )
     rows = [json.loads(line) for line in (tmp_path / "out/videos.jsonl").read_text().splitlines()]
     assert [len(row["error"]) for row in rows] == [7, 7]
 
