@@ -61,23 +61,37 @@ def _cell(text: str) -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Add captions to pictures, and convert the markup of docstrings.
+    """Add captions to pictures, choose where lines may break, and convert the markup of docstrings.
 
-    A picture that is a paragraph of its own becomes a figure, whose caption is the alternative text. Code in tables may break
-    after punctuation. The roles of reStructuredText (``:class:``) before code are dropped, and the path before a name (``~``).
+    A picture that is a paragraph of its own becomes a figure, whose caption is the alternative text. It links to the file,
+    to be enlarged on a phone. The roles of reStructuredText (``:class:``) before code are dropped, and the path before a name
+    (``~``).
     """
     html = re.sub(
-        r'<p>(<img\b[^>]*?\balt="([^"]+)"[^>]*>)</p>', r"<figure>\1<figcaption>\2</figcaption></figure>", html
+        r'<p>(<img\b[^>]*?\balt="([^"]+)" src="([^"]+)"[^>]*>)</p>',
+        r'<figure><a href="\3">\1</a><figcaption>\2</figcaption></figure>',
+        html,
     )
-    html = re.sub(r"<td[^>]*>.*?</td>", _breakable, html, flags=re.S)
+    html = re.sub(r"<pre\b.*?</pre>|(<code[^>]*>)(.*?)(</code>)", _breakable, html, flags=re.S)
+    html = re.sub(r"<td[^>]*>.*?</td>", _with_units, html, flags=re.S)
     html = re.sub(r":(?:class|meth|func|mod|data|attr):(?=<code)", "", html)
     return re.sub(r"(<code[^>]*>)~[\w.]*?(\w+</code>)", r"\1\2", html)
 
 
-def _breakable(cell: re.Match[str]) -> str:
-    """Allow line breaks after punctuation in the code of a table cell, so that narrow columns do not split words."""
-    return re.sub(
-        r"(<code>)(.*?)(</code>)",
-        lambda code: code[1] + re.sub(r"([_/=,.])(?=\w)", r"\1<wbr>", code[2]) + code[3],
-        cell[0],
-    )
+def _breakable(code: re.Match[str]) -> str:
+    """Allow line breaks after punctuation in code within text, so that words are not split, and none after ``--``."""
+    if code[1] is None:  # a block of code
+        return code[0]
+    parts = re.split("(<[^>]*>)", code[2])  # tags have attributes, in which nothing may change
+    return code[1] + "".join(part if part.startswith("<") else _breakable_text(part) for part in parts) + code[3]
+
+
+def _breakable_text(text: str) -> str:
+    text = re.sub(r"([_/=,]|\.(?!\d))(?=\w)", r"\1<wbr>", text)
+    return re.sub(r"(?<![\w-])(--?[a-z]+)", r'<span class="nowrap">\1</span>', text)
+
+
+def _with_units(cell: re.Match[str]) -> str:
+    """Keep a number of a table cell on one line with its unit, and a spread with its sign."""
+    text = re.sub(r"(?<=\d) (?=(?:ms|s|min|[KMG]i?B|[GT]FLOP|points)\b|%)", "\N{NO-BREAK SPACE}", cell[0])
+    return text.replace("± ", "±\N{NO-BREAK SPACE}")

@@ -290,7 +290,9 @@ def test_the_site_builds(tmp_path: Path) -> None:
     commands_page = (tmp_path / "site/commands.html").read_text()
     assert all(f">{tool}<" in commands_page for tools in registry.TOOLS.values() for tool in tools)
     assert ":class:" not in (tmp_path / "site/api/attention.html").read_text()
-    assert "<td><code>--prefix PREFIX</code></td>" in commands_page, "options are tables, which wrap on a phone"
+    assert re.search(r"<td><code><span[^>]*>--prefix</span> PREFIX</code></td>", commands_page), (
+        "tables wrap on a phone"
+    )
     assert (tmp_path / "site/search/search_index.js").exists(), "a page that is opened from disk cannot read JSON"
     for page in pages:
         text = (tmp_path / "site" / page).read_text()
@@ -298,3 +300,8 @@ def test_the_site_builds(tmp_path: Path) -> None:
         assert not [load for load in loads if load.startswith(("http", "//"))], f"{page} loads from the network"
         assert any(load.endswith("iframe-worker.js") for load in loads) or page == "404.html", "search from disk"
         assert not re.search(r"<p><img", text), f"a figure of {page} has no caption"
+        captions = re.findall(r"<figcaption>(.*?)</figcaption>", text)
+        assert all(len(caption) > 60 and caption.endswith(".") for caption in captions), (
+            "a caption says what to conclude"
+        )
+        assert len(captions) == text.count("<figure>")

@@ -103,7 +103,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axis.set_xticks(range(len(names)), names, rotation=30, ha="right")
     axis.set_ylabel("held-out accuracy, %")
     axis.grid(alpha=0.3)
-    axis.legend()
+    figure.legend(loc="outside upper right", ncols=2, frameon=False)  # beside the points
     figure.savefig(path, dpi=120)
 
 
@@ -115,7 +115,11 @@ def with_picture(rows: list[Row], folder: Path) -> str:
         folder: folder of the results page and its pictures.
     """
     draw(rows, folder / "pictures" / "results-mnist.png")
-    picture = "![Held-out accuracy on MNIST by attention, each seed a point](pictures/results-mnist.png)"
+    picture = (
+        "![Held-out accuracy on MNIST by attention, each seed a point. Learned dense coefficients (mhla, per head, uniform "
+        "start) and Gated DeltaNet are high with every seed; the other kinds are lower, and most vary widely between seeds.]"
+        "(pictures/results-mnist.png)"
+    )
     return f"{section(rows, folder)}\n\n{picture}"
 
 

@@ -10,6 +10,7 @@ from mhla_tasks.language import AssociativeRecall, Needle
 from mhla_tasks.language.export import load_checkpoint
 
 from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, remembered, spread, validated
+from benchmarks.pictures import plain_numbers
 
 KINDS: dict[str, list[str]] = {
     "softmax": ["--model.init_args.layer_kinds=[gated_conv,softmax]"],
@@ -70,10 +71,15 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
         if points:
             axis.plot(*zip(*sorted(points), strict=True), marker="o", label=kind)
     axis.set(xlabel="state after 128 tokens, bytes", ylabel="accuracy, %", xscale="log")
+    plain_numbers(axis)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(folder / "pictures" / "results-mqar.png", dpi=120)
-    picture = "![Accuracy over bytes of state, by attention](pictures/results-mqar.png)"
+    picture = (
+        "![Accuracy over bytes of state, by attention, at widths 16 and 32. A wider model recalls more with every kind; only "
+        "softmax recalls nearly everything, and at width 32 Gated DeltaNet recalls most for its size.]"
+        "(pictures/results-mqar.png)"
+    )
     return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
 
 
@@ -99,11 +105,17 @@ def needle_section(rows: list[Row], folder: Path) -> str:
         axis.plot(lengths, values, marker="o", label=name)
     axis.set(xlabel="tokens", ylabel="accuracy, %", xscale="log")
     axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+    axis.set_xticks([], minor=True)
+    axis.set_ylim(0, 100)
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(folder / "pictures" / "results-needle.png", dpi=120)
     table = markdown(["attention", *(f"{n:,} tokens, %" for n in lengths)], lines)
-    return f"{table}\n\n![Accuracy by length](pictures/results-needle.png)\n\n{conditions(rows)}"
+    picture = (
+        "![Mean accuracy of three seeds by length. Every line is flat: a model that finds the needle at the trained 256 tokens "
+        "finds it at 2,048, too.](pictures/results-needle.png)"
+    )
+    return f"{table}\n\n{picture}\n\n{conditions(rows)}"
 
 
 STEPS = ("--trainer.max_epochs=-1", "--trainer.max_steps=1400", "--trainer.check_val_every_n_epoch=null")

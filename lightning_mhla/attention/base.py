@@ -85,7 +85,8 @@ class Attention(AttentionKind):
         self.check_supported(config, layout, causal)
         used = {"block_size"} if causal == "block" else set()
         used |= set() if projections else {"rotary"}
-        report_unused(config, [name for name in self.unused if name not in used])
+        self.ignored = [name for name in self.unused if name not in used]
+        report_unused(config, self.ignored)
         self.config, self.causal, self.block_ordered, self.projects = config, causal, block_ordered, projections
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads

@@ -131,7 +131,7 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
             raise ValueError("a picture is not base64")
         label, predicted = html.escape(names[mistake["label"]]), html.escape(names[mistake["predicted"]])
         text = (
-            f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {float(mistake['probability']):.0%}, "
+            f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {float(mistake['probability']):.1%}<br>"
             f"{label}: {float(mistake['label_probability']):.1%}"
         )
         image = f'<img alt="{label} taken for {predicted}" src="data:image/png;base64,{data}">'

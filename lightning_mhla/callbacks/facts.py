@@ -89,7 +89,7 @@ def _attention(module: LightningModule) -> list[dict[str, Any]]:
     """Return the attention layers of a model, grouped by kind and options."""
     groups: list[dict[str, Any]] = []
     for layer in numbered_layers(module).values():
-        options = _attention_options(layer.config)
+        options = _attention_options(layer)
         group = next((group for group in groups if (group["kind"], group["options"]) == (layer.kind, options)), None)
         if group is None:
             group = {"kind": layer.kind, "options": options, "layers": 0}
@@ -98,13 +98,14 @@ def _attention(module: LightningModule) -> list[dict[str, Any]]:
     return groups
 
 
-def _attention_options(config: AttentionConfig) -> dict[str, Any]:
-    """Return the options of an attention layer, except its kind, that differ from the defaults of the kind."""
+def _attention_options(layer: Any) -> dict[str, Any]:
+    """Return the options that an attention layer uses and that differ from the defaults of its kind, except the kind."""
+    config, ignored = layer.config, getattr(layer, "ignored", ())
     defaults = plain(asdict(AttentionConfig(config.kind)))
     return {
         name: _plain_value(value)
         for name, value in plain(asdict(config)).items()
-        if name != "kind" and value != defaults.get(name)
+        if name != "kind" and name not in ignored and value != defaults.get(name)
     }
 
 

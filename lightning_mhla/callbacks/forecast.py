@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.page import duration
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.steps import steps_of_epochs, steps_of_run
 
@@ -83,9 +84,9 @@ class Forecast(Callback):
             else ""
         )
         text = (
-            f"{step_seconds:.3g} s per step{remaining_text}"
+            f"{rounded(step_seconds)} s per step{remaining_text}"
             if step_seconds >= 1
-            else f"{1 / max(step_seconds, 1e-9):.3g} steps per second{remaining_text}"
+            else f"{rounded(1 / max(step_seconds, 1e-9))} steps per second{remaining_text}"
         )
         Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
@@ -123,7 +124,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
 
 
 def _memory(count: int) -> str:
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
+    return f"{rounded(count / GIB)} GiB" if count >= GIB else f"{rounded(count / (1 << 20))} MiB"
 
 
 def _local_bytes(parameter: nn.Parameter) -> int:
@@ -142,5 +143,5 @@ def _steps(trainer: Trainer) -> str:
 def _short(count: int) -> str:
     for size, sign in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if count >= size:
-            return f"{count / size:.3g}{sign}"
+            return f"{rounded(count / size)}{sign}"
     return str(count)

@@ -59,7 +59,8 @@ def read_picture(path: Path) -> StoredPicture | None:
     content, dark = path.read_bytes(), path.parent / DARK / path.name
     if path.suffix == ".gif":  # open_image does not read animations
         width = int.from_bytes(content[6:8], "little")
-        return StoredPicture(TYPES[".gif"], content, None, width, "") if content.startswith(b"GIF8") else None
+        is_gif = content.startswith(b"GIF8")
+        return StoredPicture(TYPES[".gif"], content, None, width, _comment(content)) if is_gif else None
     try:
         image = open_image(content)
         dark_content = dark.read_bytes() if dark.is_file() else None
@@ -69,3 +70,19 @@ def read_picture(path: Path) -> StoredPicture | None:
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
         return None
     return StoredPicture(TYPES[path.suffix], content, dark_content, image.width, str(image.info.get("Description", "")))
+
+
+def _comment(content: bytes) -> str:
+    """Return the text of the comment that precedes the first frame of a GIF file; empty if there is none."""
+    flags = content[10] if len(content) > 10 else 0
+    position = 13 + (3 * 2 ** ((flags & 7) + 1) if flags & 0x80 else 0)  # behind the header and the palette
+    text = b""
+    # Extensions come first. Each consists of a "!", its type, and blocks that begin with their length, the last one with 0.
+    while content[position : position + 1] == b"!":
+        is_comment = content[position + 1 : position + 2] == b"\xfe"
+        position += 2
+        while length := content[position] if position < len(content) else 0:
+            text += content[position + 1 : position + 1 + length] if is_comment else b""
+            position += 1 + length
+        position += 1
+    return text.decode(errors="replace")

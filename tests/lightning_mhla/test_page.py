@@ -243,7 +243,7 @@ def test_classes_are_shown_with_their_mistakes(tmp_path: Path) -> None:
     assert "15 of 23 validation samples right at step 1,200." in text
     assert "fox 20.0% 5 cat<s> (4) cat<s> 60.0% 10 dog (3) dog 100.0% 8" in text, "the lowest accuracy first"
     assert "true cat<s> dog fox cat<s> 6 3 1 dog 8 fox 4 1" in text
-    assert "cat<s> taken for dog dog: 88%, cat<s>: 3.1%" in text
+    assert "cat<s> taken for dog dog: 87.5% cat<s>: 3.1%" in text
     many = [f"c{index}" for index in range(30)]
     (tmp_path / "classes.json").write_text(results_of(many, [[0, 0, 2], [0, 7, 5], [1, 2, 9], [3, 3, 1]]))
     text = text_of(page_of(tmp_path, record()))

@@ -166,10 +166,12 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
                                      "num_layers": 2}  # fmt: skip
             if "pretrained" in model:
                 model["pretrained"] = str(start or model["pretrained"])
-    elif path.stem == "continue":
+    elif path.stem.startswith("continue"):
         model["shape"] |= {"dim": 16, "depth": 2, "heads": 2}
         model["sampling"] |= {"frames": 10}
         data |= {"clips": 2}
+        if data.get("train"):
+            data |= {"train": f"{world}/clips", "val": f"{world}/clips"}
     else:
         small = {"num_attention_heads": 2, "attention_head_dim": 12, "ffn_dim": 32, "num_layers": 3}
         model["sampling"] |= {"steps": 2}

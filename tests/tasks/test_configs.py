@@ -80,7 +80,7 @@ def world(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def predict_options(path: Path, world: Path) -> list[str]:
-    if path.stem == "continue":
+    if path.stem.startswith("continue"):
         return ["--frames=12"]
     return {
         "classification": [f"--data.predict_dir={world}/images/val"],

@@ -105,7 +105,9 @@ def test_such_a_step_is_left_out(caplog: pytest.LogCaptureFixture, accumulate: i
 def test_a_run_says_what_it_needs_and_how_long_it_takes(capsys: pytest.CaptureFixture[str]) -> None:
     fit(Poison("nowhere"), Forecast(warm_up_steps=1, measured_steps=2))
     said = capsys.readouterr().err
-    assert re.search(r"9\.\d+k parameters, .* on 1 process: 0\.2 MiB each for weights, gradients, AdamW, average", said)
+    assert re.search(
+        r"9\.\d+k parameters, .* on 1 process: 0\.18\d+ MiB each for weights, gradients, AdamW, average", said
+    )
     assert "11 steps per epoch, 4 in all" in said
     assert re.search(r"[\d.]+ (s per step|steps per second), \d+ s remaining, without validation", said)
     assert [duration(s) for s in (5, 250, 4800, 183600)] == ["5 s", "4 min 10 s", "1 h 20 min", "2 d 3 h"]

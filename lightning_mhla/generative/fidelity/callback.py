@@ -23,6 +23,7 @@ from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redacted
 
 MOST_REAL = 50_000
@@ -227,7 +228,7 @@ class GenerationMetrics(SampleGrid):
             caption="\n".join(scores.marks),
         )
         for key, value in scores.values.items():
-            table.add_row(escape(shown(key)), f"{value:.4f}")
+            table.add_row(escape(shown(key)), rounded(value))
         Console().print(table)
 
 

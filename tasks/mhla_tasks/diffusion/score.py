@@ -19,6 +19,7 @@ from lightning_mhla.generative.fidelity.features import (
     fingerprint,
 )
 from lightning_mhla.generative.fidelity.scores import read_set, score
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.processes import process_device
 from mhla_tasks.commandline.console import harmless
 
@@ -72,5 +73,5 @@ def print_scores(scores: dict[str, Any], title: str, as_json: bool) -> None:
     table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(scores["marks"]))
     for name, value in scores.items():
         if name != "marks":
-            table.add_row(name, f"{value:.6g}" if isinstance(value, float) else str(value))
+            table.add_row(name, value if isinstance(value, str) else rounded(value))
     Console().print(table)

@@ -4,7 +4,7 @@ from mhla_tasks.video.bouncing import BouncingDigits
 from mhla_tasks.video.callbacks import ClipPictures
 from mhla_tasks.video.continuation import VideoContinuation
 from mhla_tasks.video.continued_pictures import ContinuationPictures
-from mhla_tasks.video.data import MovingDigits, MovingMnist, VideoLatentShards, VideoShards
+from mhla_tasks.video.data import MovingDigits, MovingMnist, VideoFolders, VideoLatentShards, VideoShards
 from mhla_tasks.video.frames import FrameTransformer
 from mhla_tasks.video.module import VideoDiffusion
 
@@ -17,6 +17,7 @@ __all__ = [
     "MovingMnist",
     "VideoContinuation",
     "VideoDiffusion",
+    "VideoFolders",
     "VideoLatentShards",
     "VideoShards",
 ]

@@ -60,5 +60,8 @@ class ClipPictures(DrawnSamples):
             "Look for objects that keep their shape from frame to frame, and for the motion that the caption names."
         )
         save_figure(figure, pictures / f"clips-step{step:07d}.png", caption)
-        write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps)
+        moving = (
+            f"Clips in motion at step {step:,}, in the order of the prompts. Look for objects that keep their shape."
+        )
+        write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps, moving)
         log_figure(trainer, "clips", figure)

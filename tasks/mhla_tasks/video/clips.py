@@ -1,4 +1,4 @@
-"""Reading clips from MP4 files and writing clips to MP4 files, with PyAV."""
+"""Reading clips from MP4 and GIF files and writing clips to MP4 files, with PyAV."""
 
 from __future__ import annotations
 
@@ -21,18 +21,25 @@ EARLY = 0.25
 
 
 def read_clip(
-    data: bytes, name: str, frames: int, fps: float | None, position: float, size: tuple[int, int] | None = None
+    data: bytes,
+    name: str,
+    frames: int,
+    fps: float | None,
+    position: float,
+    size: tuple[int, int] | None = None,
+    extension: str = "mp4",
 ) -> Tensor:
-    """Decode a clip, which is a number of frames at a fixed rate, from an MP4 file.
+    """Decode a clip, which is a number of frames at a fixed rate, from an MP4 or GIF file.
 
     Args:
-        data: contents of the MP4 file.
+        data: contents of the file.
         name: name of the file, for messages.
         frames: number of frames in the clip.
         fps: number of frames to take per second of video; None to take consecutive frames.
         position: start of the clip within the video, from 0 (earliest) to 1 (latest). If the file has fewer frames than its
             metadata states, the clip may start at the beginning of the video instead.
         size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
+        extension: format of the file, ``"mp4"`` or ``"gif"``.
 
     Returns:
         Frames ``[frames, 3, H, W]`` uint8.
@@ -40,7 +47,7 @@ def read_clip(
     Raises:
         BrokenSampleError: if the file cannot be read, or is shorter than the clip.
     """
-    with open_video(data, name) as video:
+    with open_video(data, name, extension) as video:
         step = 1 / (fps or video.rate)
         last, span = video.last, (frames - 1) * step
         if last is not None and _too_short(video, frames, fps, span):
@@ -52,12 +59,39 @@ def read_clip(
         chosen = [_fitted(video.pixels(frame), size) for frame in shown]
         if len(chosen) < frames and start > 0:
             # The file says that it has more: an edit list trims it, or its last frame stays on screen. Retry from the start.
-            return read_clip(data, name, frames, fps, 0.0, size)
+            return read_clip(data, name, frames, fps, 0.0, size, extension)
         if len(chosen) < frames:
             raise BrokenSampleError(f"{name}: the video ends after {len(chosen)} of {frames} frames")
         if len({image.shape for image in chosen}) > 1:
             raise BrokenSampleError(f"{name}: the size of the frames changes within the clip; set a size for all")
         return torch.stack(chosen)
+
+
+def read_beginning(
+    data: bytes, name: str, most: int, fps: float | None, size: tuple[int, int], extension: str = "mp4"
+) -> Tensor:
+    """Decode the first frames of an MP4 or GIF file, fewer than asked for if the video is shorter.
+
+    Args:
+        data: contents of the file.
+        name: name of the file, for messages.
+        most: maximum number of frames.
+        fps: number of frames to take per second of video; None to take consecutive frames.
+        size: height and width to which each frame is scaled and center-cropped.
+        extension: format of the file, ``"mp4"`` or ``"gif"``.
+
+    Returns:
+        Frames ``[F, 3, H, W]`` uint8, with F from 1 to ``most``.
+
+    Raises:
+        BrokenSampleError: if the file cannot be read, or has no frames.
+    """
+    with open_video(data, name, extension) as video:
+        shown = _consecutive(video, 0.0, most) if fps is None else _frames_at(video, 0.0, 1 / fps, most)
+        chosen = [_fitted(video.pixels(frame), size) for frame in shown]
+    if not chosen:
+        raise BrokenSampleError(f"{name}: the video has no frames")
+    return torch.stack(chosen)
 
 
 def check_video(data: bytes, name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from lightning import Callback
@@ -108,6 +108,7 @@ class VideoContinuation(GenerativeModule):
         ValueError: if ``start`` is not between 1 and ``frames - 1``, or sizes contradict each other.
     """
 
+    usage: ClassVar[dict[str, str]] = {"Continue held-out clips": "lightning predict {run} --frames 64"}
     network: FrameTransformer
     train_batch = ("video",)
     evaluation_batch = ("video", "index")
@@ -221,7 +222,8 @@ class VideoContinuation(GenerativeModule):
         """Continue the clips of a batch, except those whose files already exist.
 
         Returns:
-            A dict with ``pixels`` and ``truth``, the continued clips and those of the data ``[n, F, C, H, W]`` uint8, and
+            A dict with ``pixels``, the continued clips ``[n, F, C, H, W]`` uint8; ``truth``, a list of those of the data
+            ``[F, C, H, W]`` uint8, which may be shorter (batches may state their lengths as ``frames``); and
             ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``seconds``
             (mean time per clip), ``at_once`` (number of clips drawn together), and lists with a number for each frame after the
             first ones: ``frame_seconds`` (time of all clips drawn together), ``state_bytes`` (size of the states of one clip)
@@ -240,14 +242,16 @@ class VideoContinuation(GenerativeModule):
             return {"pixels": [], "truth": [], "rows": []}
         truth = self.network.to_levels(batch["video"])[batch["valid"]][missing]
         pixels, measured = self.continue_clips(truth[:, : self.start], self.sampling.frames)
-        truth = self.network.to_bytes(truth)
+        lengths = [truth.shape[1]] * len(batch["valid"]) if "frames" not in batch else batch["frames"].tolist()
+        true_frames = [lengths[slot] for slot in batch["valid"].nonzero()[:, 0].tolist()]
+        truths = [self.network.to_bytes(clip[: true_frames[at]]) for at, clip in zip(missing, truth, strict=True)]
         took = {"seconds": sum(measured["frame_seconds"]) / len(missing), "at_once": len(missing), **measured}
         rows = []
-        for number, (clip, true) in enumerate(zip(pixels, truth, strict=True)):
+        for number, (clip, true) in enumerate(zip(pixels, truths, strict=True)):
             common = slice(self.start, min(len(clip), len(true)))
             errors = [round(error, 4) for error in relative_errors(clip[common], true[common]).tolist()]
             rows.append({**requests[missing[number]], **took, "error": errors})
-        return {"pixels": pixels, "truth": truth, "rows": rows}
+        return {"pixels": pixels, "truth": truths, "rows": rows}
 
     def continue_clips(self, first: Tensor, frames: int) -> tuple[Tensor, dict[str, Any]]:
         """Continue clips frame by frame, and measure the time and the size of the states.

@@ -17,8 +17,12 @@ from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.callbacks import log_figure
 from mhla_tasks.video.bouncing import BouncingDigits
 from mhla_tasks.video.continuation import VideoContinuation
+from mhla_tasks.video.data import VideoFolders, VideoShards
 from mhla_tasks.video.frames import relative_errors
 from mhla_tasks.video.strips import draw_continuations, side_by_side, write_animation
+
+DATA = (BouncingDigits, VideoFolders, VideoShards)
+"""Data modules whose held-out clips can be continued."""
 
 
 class ContinuationPictures(PeriodicEvaluation):
@@ -48,16 +52,18 @@ class ContinuationPictures(PeriodicEvaluation):
         """Check before training that the model can continue clips to the requested length, and that there are true clips.
 
         Raises:
-            ValueError: if the model is not a VideoContinuation, the data is not BouncingDigits, or the clips are too long for
-                the model or not longer than their copied frames.
+            ValueError: if the model is not a VideoContinuation, the data cannot be continued, a held-out clip is shorter than
+                the copied frames, or the clips are too long for the model or not longer than their copied frames.
         """
         data = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
-        if not isinstance(pl_module, VideoContinuation) or not isinstance(data, BouncingDigits):
+        if not isinstance(pl_module, VideoContinuation) or not isinstance(data, DATA):
+            names = " or ".join(kind.__name__ for kind in DATA)
             raise ValueError(
-                "ContinuationPictures needs the model VideoContinuation and the data BouncingDigits, not "
+                f"ContinuationPictures needs the model VideoContinuation and the data {names}, not "
                 f"{type(pl_module).__name__} and {type(data).__name__}; remove it from trainer.callbacks"
             )
         pl_module.network.check_length(pl_module.start, self.frames or pl_module.sampling.frames)
+        data.held_out(pl_module.start, self.clips)
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue the clips, on the first process or on all processes if the weights are sharded, and write their pictures."""
@@ -70,27 +76,37 @@ class ContinuationPictures(PeriodicEvaluation):
         trainer.strategy.barrier()
 
     @torch.no_grad()
-    def _continued(self, trainer: Trainer, module: VideoContinuation) -> tuple[Tensor, Tensor]:
-        """Return the true clips and their continuations, ``[n, F, C, H, W]`` uint8 on the CPU."""
+    def _continued(self, trainer: Trainer, module: VideoContinuation) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the true clips, which may be shorter, and their continuations, each ``[F, C, H, W]`` uint8 on the CPU."""
         frames = self.frames or module.sampling.frames
         held_out = trainer.datamodule.held_out(frames, self.clips)  # type: ignore[attr-defined]
-        video = torch.stack([held_out[index]["video"] for index in range(len(held_out))])
+        samples = [held_out[index] for index in range(len(held_out))]
+        video = torch.stack([sample["video"] for sample in samples])
         truth = module.network.to_levels(video.to(module.device))
         with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
             clips, _ = module.continue_clips(truth[:, : module.start], frames)
-        return module.network.to_bytes(truth).cpu(), clips.cpu()
+        pixels = module.network.to_bytes(truth).cpu()
+        lengths = [sample.get("frames", frames) for sample in samples]
+        return [clip[:length] for clip, length in zip(pixels, lengths, strict=True)], list(clips.cpu())
 
-    def _keep(self, trainer: Trainer, module: VideoContinuation, truth: Tensor, clips: Tensor, folder: Path) -> None:
+    def _keep(
+        self, trainer: Trainer, module: VideoContinuation, truth: list[Tensor], clips: list[Tensor], folder: Path
+    ) -> None:
         name = f"continued-step{trainer.global_step:07d}"
-        figure = draw_continuations(list(truth), list(clips), module.start, module.frames)
+        figure = draw_continuations(truth, clips, module.start, module.frames)
         caption = (
             f"Held-out clips continued at step {trainer.global_step:,}, each below the true clip. The first {module.start} "
             f"frames are copied; training clips have {module.frames} frames. Look for objects that keep their shape and path "
             "after that."
         )
         save_figure(figure, folder / f"{name}.png", caption)
-        write_animation(folder / f"{name}.gif", side_by_side(list(truth), list(clips)), module.sampling.fps)
+        moving = f"The same clips in motion at step {trainer.global_step:,}, truth on the left."
+        write_animation(folder / f"{name}.gif", side_by_side(truth, clips), module.sampling.fps, moving)
         log_figure(trainer, "continued", figure)
-        errors = torch.stack([relative_errors(*pair) for pair in zip(clips, truth, strict=True)])[:, module.start :]
-        trained = errors[:, : module.frames - module.start]
-        self.log_values(trainer, "continued", {"error_trained": float(trained.mean()), "error": float(errors.mean())})
+        errors = [
+            relative_errors(clip[: len(true)], true)[module.start :] for clip, true in zip(clips, truth, strict=True)
+        ]
+        if sum(map(len, errors)):  # the true clips may have only the frames that are copied
+            trained = torch.cat([clip[: module.frames - module.start] for clip in errors])
+            values = {"error_trained": float(trained.mean()), "error": float(torch.cat(errors).mean())}
+            self.log_values(trainer, "continued", values)

@@ -1,24 +1,56 @@
-"""Data modules of text-to-video models: rendered moving digits, captioned videos, and latents with caption embeddings."""
+"""Data modules of video models: rendered moving digits, videos with and without captions, and latents of videos."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
+from lightning import Trainer
 from typing_extensions import override
 
-from lightning_mhla.data import SampleSource, ShardSets
+from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
+from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.digits import Name
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from mhla_tasks.captioned.data import CaptionedData, EncodedShards
 from mhla_tasks.captioned.requests import PromptRequest
+from mhla_tasks.video.continuation import VideoContinuation
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
-from mhla_tasks.video.sources import VIDEO, ShardClips
+from mhla_tasks.video.sources import VIDEO, VIDEOS, Beginnings, ShardClips, UncaptionedClips
 
 PREPARE = "lightning prepare clip-latents"
 
 WAN_LENGTH = 512
 """Number of tokens of a caption in Wan."""
+
+
+def continued_frames(trainer: Trainer | None) -> int:
+    """Return the length in frames to which a trainer's model continues clips; 0 if it does not continue any."""
+    model = getattr(trainer, "lightning_module", None)
+    return model.sampling.frames if isinstance(model, VideoContinuation) else 0
+
+
+def beginnings(
+    trainer: Trainer | None,
+    files: CaptionedFiles,
+    size: tuple[int, int, int],
+    fps: float | None,
+    channels: int,
+    clips: int | None,
+) -> Beginnings:
+    """Return the first frames of videos, each with at least as many as the trainer's model copies.
+
+    Args:
+        trainer: trainer of the model; None to require one frame.
+        files: video files.
+        size: maximum number of frames, and height and width in pixels.
+        fps: number of frames to take per second of video; None to take consecutive frames.
+        channels: 3 for color, 1 for gray.
+        clips: maximum number of videos; None for all.
+    """
+    model = getattr(trainer, "lightning_module", None)
+    start = model.start if isinstance(model, VideoContinuation) else 1
+    return Beginnings(files, size, fps, channels, start, clips)
 
 
 class ClipData(CaptionedData):
@@ -128,6 +160,7 @@ class VideoShards(ClipData):
         width: width in pixels to which frames are scaled and center-cropped.
         fps: number of frames to take per second of video; null to take consecutive frames.
         caption_key: key of the caption in JSON files.
+        clips: number of held-out videos that the predict command continues, for a model that continues videos.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
         prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
@@ -144,6 +177,7 @@ class VideoShards(ClipData):
         width: int = 800,
         fps: float | None = 16.0,
         caption_key: str = "caption",
+        clips: int = 16,
         batch_size: int = 8,
         num_workers: int = 8,
         prompts: PromptRequest = PromptRequest(),
@@ -151,15 +185,93 @@ class VideoShards(ClipData):
         shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
-        self.save_hyperparameters(ignore=["prompts"])
+        self.save_hyperparameters(ignore=["prompts", "clips"])
         keep_plain(self)
-        self.size, self.fps, self.caption_key = (frames, height, width), fps, caption_key
+        self.size, self.fps, self.caption_key, self.continued = (frames, height, width), fps, caption_key, clips
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
+
+    def held_out(self, frames: int, clips: int | None) -> Beginnings:
+        """Return the beginnings of held-out videos, for a model that continues them.
+
+        Args:
+            frames: maximum number of frames of a beginning.
+            clips: maximum number of videos; None for all.
+        """
+        files = ShardFiles(self.shards.reader("validate"), self.caption_key)
+        return beginnings(self.trainer, files, (frames, *self.size[1:]), self.fps, 3, clips)
+
+    @override
+    def source(self, stage: str) -> SampleSource:
+        if stage == "predict" and (frames := continued_frames(self.trainer)):
+            return self.held_out(max(self.size[0], frames), self.continued)
+        return super().source(stage)
 
     @override
     def clips(self, stage: str) -> SampleSource:
         reader = self.shards.reader(stage)
         return ShardClips(reader, *self.size, fps=self.fps, caption_key=self.caption_key, anywhere=stage == "train")
+
+
+class VideoFolders(ResumableDataModule):
+    """Data module of your own videos without captions, for a model that continues videos: MP4 and GIF files in two folders.
+
+    In each epoch, training uses one clip from a random position of each video. Validation uses a clip from the middle of each
+    video. In training, videos that cannot be read or are too short are skipped with a warning. The predict command continues
+    the beginnings of the held-out videos, which may have different lengths.
+
+    Args:
+        train: folder of the training videos; its subfolders are searched, too.
+        val: folder of the held-out videos.
+        frames: number of frames in a clip.
+        height: height in pixels to which frames are scaled and center-cropped.
+        width: width in pixels to which frames are scaled and center-cropped.
+        channels: number of channels, 3 for color or 1 for gray.
+        fps: number of frames to take per second of video; null to take consecutive frames.
+        clips: number of held-out videos that the predict command continues.
+        batch_size: number of samples per batch, summed over all processes.
+        num_workers: number of data loading workers for each training process.
+        seed: random seed for the order of the videos and for the positions of the clips; null for the seed of seed_everything.
+
+    Raises:
+        ValueError: if ``channels`` is neither 1 nor 3.
+    """
+
+    def __init__(
+        self,
+        train: str,
+        val: str,
+        frames: int = 8,
+        height: int = 16,
+        width: int = 16,
+        channels: int = 1,
+        fps: float | None = None,
+        clips: int = 16,
+        batch_size: int = 8,
+        num_workers: int = 0,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        self.save_hyperparameters(ignore=["clips"])
+        if channels not in (1, 3):
+            raise ValueError(f"channels={channels} must be 1 (gray) or 3 (color)")
+        self.folders, self.size = {"train": train, "validate": val, "test": val}, (frames, height, width)
+        self.fps, self.channels, self.clips = fps, channels, clips
+
+    def held_out(self, frames: int, clips: int | None) -> Beginnings:
+        """Return the beginnings of held-out videos, for a model that continues them.
+
+        Args:
+            frames: maximum number of frames of a beginning.
+            clips: maximum number of videos; None for all.
+        """
+        files = FolderFiles(self.folders["validate"], VIDEOS, "caption")
+        return beginnings(self.trainer, files, (frames, *self.size[1:]), self.fps, self.channels, clips)
+
+    @override
+    def source(self, stage: str) -> SampleSource:
+        if stage == "predict":
+            return self.held_out(max(self.size[0], continued_frames(self.trainer)), self.clips)
+        return UncaptionedClips(self.folders[stage], self.size, self.fps, self.channels, anywhere=stage == "train")
 
 
 class VideoLatentShards(EncodedShards):

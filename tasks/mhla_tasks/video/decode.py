@@ -1,4 +1,4 @@
-"""Decoding of MP4 files to RGB frames that equal those of the ``ffmpeg`` command.
+"""Decoding of MP4 and GIF files to RGB frames that equal those of the ``ffmpeg`` command.
 
 :func:`open_video` opens a file. Its frames are rotated and mirrored according to the display matrix of the file, and scaled to
 square pixels in 8-bit RGB. libavfilter converts them with the same filters in the same order as the ``ffmpeg`` command. Like
@@ -19,28 +19,10 @@ import numpy as np
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.system.untrusted import reason
+from mhla_tasks.video.containers import check_format, missing_bytes
 
 LARGEST_FRAME, NARROWEST = 8192 * 4320, 16
 """Maximum number of pixels of a frame, and maximum ratio of its sides. Files beyond these limits are treated as hostile."""
-
-BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide", b"pnot")
-"""Types of the boxes that an MP4 or QuickTime file can begin with (ISO 14496-12)."""
-
-NEEDED = (b"moov", b"moof", b"mdat")
-"""Types of the MP4 boxes that must be complete, else frames are missing. Other data after them may be cut off."""
-
-OTHER_FORMATS = {
-    b"GIF8": "GIF",
-    b"WEBP": "WebP",
-    b"AVI ": "AVI",
-    b"\x1a\x45\xdf\xa3": "WebM or Matroska",
-    b"\x00\x00\x01\xba": "MPEG-PS",
-    b"FLV\x01": "FLV",
-    b"OggS": "Ogg",
-    b"\x89PNG": "PNG",
-    b"\xff\xd8\xff\xe0": "JPEG",
-}
-"""Formats of files that are often renamed to .mp4, by their first four bytes, or the four bytes after ``RIFF`` and a size."""
 
 COVER = 0x0400
 """FFmpeg's ``AV_DISPOSITION_ATTACHED_PIC``, which marks a stream as the cover picture of a song or film."""
@@ -241,12 +223,13 @@ def orientation(matrix: tuple[int, ...], name: str) -> tuple[list[tuple[str, ...
 
 
 @contextmanager
-def open_video(data: bytes, name: str) -> Iterator[Video]:
-    """Context manager that opens the contents of an MP4 file for decoding.
+def open_video(data: bytes, name: str, extension: str = "mp4") -> Iterator[Video]:
+    """Context manager that opens the contents of an MP4 or GIF file for decoding.
 
     Args:
         data: contents of the file.
         name: name of the file, for error messages.
+        extension: expected format, ``"mp4"`` or ``"gif"``.
 
     Yields:
         The opened video. If the file has several video streams, it uses the stream that ffmpeg would choose, and never a cover
@@ -258,11 +241,11 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
     """
     import av
 
-    check_format(data, name)
+    check_format(data, name, extension)
     if missing := missing_bytes(data):
         raise BrokenSampleError(f"{name}: the video is cut off: {missing} bytes are missing")
     try:
-        with av.open(io.BytesIO(data), format="mp4", metadata_errors="ignore") as container:
+        with av.open(io.BytesIO(data), format=extension, metadata_errors="ignore") as container:
             stream = _chosen_stream(container, name)
             # Frame threads return a damaged frame before it is marked as damaged, so that some would pass unnoticed. Data
             # workers run in parallel anyway.
@@ -276,52 +259,6 @@ def open_video(data: bytes, name: str) -> Iterator[Video]:
         if isinstance(error, BrokenSampleError):
             raise
         raise BrokenSampleError(f"{name}: the video cannot be decoded ({reason(error)})") from error
-
-
-def check_format(data: bytes, name: str) -> None:
-    """Reject a video file that is empty, or whose first bytes are those of a format other than MP4.
-
-    Args:
-        data: contents of the file.
-        name: name of the file, for messages.
-
-    Raises:
-        BrokenSampleError: if the file is empty or has a different format; the message gives the reason.
-    """
-    if not data:
-        raise BrokenSampleError(f"{name}: the video cannot be decoded (the file is empty)")
-    other = OTHER_FORMATS.get(data[8:12] if data.startswith(b"RIFF") else data[:4])
-    if other and data[4:8] not in BOXES:
-        raise BrokenSampleError(
-            f"{name}: the video cannot be decoded (it is {other}, not MP4; convert it with ffmpeg -i FILE new.mp4)"
-        )
-
-
-def missing_bytes(data: bytes) -> int:
-    """Return the number of bytes that are missing at the end of a truncated MP4 file.
-
-    An MP4 file is a sequence of sections (boxes), each of which begins with its size. Sections that decoding does not use may
-    be truncated.
-
-    Args:
-        data: contents of the file.
-
-    Returns:
-        The number of missing bytes; 0 if all sections that decoding uses are complete.
-    """
-    # A box begins with a size of 4 bytes and its type; size 1 means that a size of 8 bytes follows (ISO 14496-12).
-    position = 0
-    while data[4:8] in BOXES and position + 8 <= len(data):
-        size, kind = int.from_bytes(data[position : position + 4], "big"), data[position + 4 : position + 8]
-        if size == 1:
-            size = int.from_bytes(data[position + 8 : position + 16], "big")
-        # Size 0 means up to the end of the file. Other small sizes are not boxes, and a second ftyp begins another file.
-        if size < 8 or (kind == b"ftyp" and position):
-            return 0
-        if position + size > len(data):
-            return position + size - len(data) if kind in NEEDED else 0
-        position += size
-    return 0
 
 
 def _chosen_stream(container: Any, name: str) -> Any:

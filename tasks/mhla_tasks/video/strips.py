@@ -125,13 +125,14 @@ def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
     return sorted(chosen)
 
 
-def write_animation(path: Path, clips: Tensor, fps: float) -> None:
+def write_animation(path: Path, clips: Tensor, fps: float, caption: str = "") -> None:
     """Write clips side by side, at most four in a row, as an animated GIF that repeats forever.
 
     Args:
         path: path of the GIF file.
         clips: clips ``[B, F, C, H, W]`` uint8 with one or three channels.
         fps: frames per second. Values above 50 are reduced to 50, the fastest rate that browsers show.
+        caption: text that says what the animation shows, stored in the file, from where ``report.html`` takes it.
     """
     count, frames, _, height, width = clips.shape
     scale = max(1, -(-SMALLEST // max(height, width)))
@@ -143,7 +144,8 @@ def write_animation(path: Path, clips: Tensor, fps: float) -> None:
         top, left = number // columns * high, number % columns * wide
         canvas[:, :, top : top + high - 2, left : left + wide - 2] = clip
     first, *rest = (Image.fromarray(frame.numpy()) for frame in canvas.permute(0, 2, 3, 1))
-    first.save(path, save_all=True, append_images=rest, duration=max(20, round(1000 / fps)), loop=0)
+    duration, comment = max(20, round(1000 / fps)), caption.encode()
+    first.save(path, save_all=True, append_images=rest, duration=duration, loop=0, comment=comment)
 
 
 def _short(caption: str, limit: int = 44) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.captioned.requests import SHOWN, Row, SampleFolder
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.strips import draw_continuations, draw_strips, side_by_side, write_animation
@@ -51,8 +53,8 @@ class ContinuationWriter(ClipWriter):
 
     In addition to the files of :class:`ClipWriter`, ``videos.gif`` shows each of the first clips beside the true one, and the
     rows of ``videos.png`` alternate between true and continued clips. ``videos-by-frame.json`` has, for each frame, the mean
-    relative error, the median time in seconds, and the size of the states in bytes. The values at the trained length and at
-    each doubling of it are printed.
+    relative error of the clips that have it, the median time in seconds, and the size of the states in bytes. The values at the
+    trained length and at each doubling of it are printed.
 
     Args:
         folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
@@ -89,12 +91,12 @@ class ContinuationWriter(ClipWriter):
         write_animation(path.with_suffix(".gif"), side_by_side(self._truth, clips), module.sampling.fps)
 
     def _summarize(self, rows: Sequence[Row]) -> None:
-        """Write statistics of each frame over all clips, and print those at the trained length and at its doublings."""
+        """Write the means over the clips that have each frame, and print them at the trained length and at its doublings."""
         start, trained = self._module.start, self._module.frames
-        # clips of an interrupted run that continued with other options may have fewer true frames
-        compared = min(len(row["error"]) for row in rows)
-        errors = [mean(row["error"][frame] for row in rows) for frame in range(compared)]
-        exact = [sum(row["error"][frame] == 0 for row in rows) for frame in range(compared)]
+        # videos differ in length, as do clips of an interrupted run that continued with other options
+        by_clip = zip_longest(*(row["error"] for row in rows))
+        compared = [[error for error in frame if error is not None] for frame in by_clip]
+        errors, exact = [mean(frame) for frame in compared], [frame.count(0) for frame in compared]
         by_frame = {
             "first_frame": start + 1,
             "trained_frames": trained,
@@ -102,6 +104,7 @@ class ContinuationWriter(ClipWriter):
             "at_once": rows[0]["at_once"],
             "error": [round(value, 4) for value in errors],
             "exact": exact,
+            "compared": [len(frame) for frame in compared],
             "seconds": [
                 round(median(values), 6) for values in zip(*(row["frame_seconds"] for row in rows), strict=True)
             ],
@@ -112,8 +115,11 @@ class ContinuationWriter(ClipWriter):
         length = trained
         while start < length <= start + len(seconds):
             at = length - start - 1
-            error = f"error {errors[at]:.3f}, {exact[at]} of {len(rows)} clips exact, " if at < len(errors) else ""
-            console.print(
-                f"frame {length}: {error}{seconds[at] * 1000:.1f} ms, states of {sizes[at]:,} bytes", markup=False
+            error = (
+                f"error {rounded(errors[at])}, {exact[at]} of {len(compared[at])} clips exact, "
+                if at < len(compared)
+                else ""
             )
+            time = rounded(seconds[at] * 1000)
+            console.print(f"frame {length}: {error}{time} ms, states of {sizes[at]:,} bytes", markup=False)
             length *= 2

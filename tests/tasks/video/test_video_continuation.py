@@ -322,7 +322,8 @@ def test_clips_that_cannot_be_continued_are_errors() -> None:
 def test_pictures_need_clips_of_any_length() -> None:
     module = VideoContinuation(EXPONENTIAL, 8, 12)
     with pytest.raises(
-        ValueError, match="needs the model VideoContinuation and the data BouncingDigits, not VideoContin"
+        ValueError,
+        match="the data BouncingDigits or VideoFolders or VideoShards, not VideoContinuation and MovingDigits",
     ):
         ContinuationPictures().on_fit_start(SimpleNamespace(datamodule=MovingDigits()), module)
     with pytest.raises(ValueError, match="clips=0 must be at least 1"):

@@ -21,6 +21,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.callbacks import TokenThroughput
 
@@ -141,7 +142,7 @@ class LMEval(PeriodicEvaluation):
         write_whole(path, json.dumps(record, indent=2, default=str) + "\n")
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
-            table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), f"{value:.4f}")
+            table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), rounded(value))
         Console().print(table)
 
 

@@ -39,6 +39,7 @@ abbr { text-decoration: none; color: #d33; font-weight: 700 } li { overflow-wrap
 .option, .run { overflow-wrap: break-word; max-width: 24rem }
 td.run { min-width: 10rem; overflow-wrap: anywhere }
 tr > :first-child { position: sticky; left: 0; background: var(--paper); white-space: nowrap }
+th:not(.option) { white-space: nowrap }
 th button { font: inherit; font-weight: 600; color: inherit; background: none; border: 0; padding: 0; cursor: pointer;
   text-align: inherit }
 th button:hover, a:hover { text-decoration: underline }

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution, requires, version
 from pathlib import Path
 
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.doctor.report import Finding, Status
 
 PROJECT = "lightning-mhla"
@@ -72,7 +73,11 @@ def devices() -> Iterator[Finding]:
 
     cores, memory = len(os.sched_getaffinity(0)), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
     yield Finding(
-        "devices", "processor", "ok", f"{cores} cores, {memory:.0f} GiB", values={"cores": cores, "memory_gib": memory}
+        "devices",
+        "processor",
+        "ok",
+        f"{cores} cores, {rounded(memory)} GiB",
+        values={"cores": cores, "memory_gib": memory},
     )
     built = torch.version.cuda or torch.version.hip
     if not torch.cuda.is_available():
@@ -92,8 +97,8 @@ def devices() -> Iterator[Finding]:
         old = (properties.major, properties.minor) < (8, 0)
         yield Finding(
             "devices", f"GPU {index}", "note" if old else "ok",
-            f"{properties.name}, compute capability {properties.major}.{properties.minor}, {free / GIB:.1f} of "
-            f"{total / GIB:.1f} GiB free, {properties.multi_processor_count} multiprocessors",
+            f"{properties.name}, compute capability {properties.major}.{properties.minor}, {rounded(free / GIB)} of "
+            f"{rounded(total / GIB)} GiB free, {properties.multi_processor_count} multiprocessors",
             "too old for the Triton kernels (8.0 and later): the PyTorch forms are used" if old else "",
             {"memory_gib": total / GIB, "free_gib": free / GIB},
         )  # fmt: skip
@@ -111,7 +116,7 @@ def storage() -> Iterator[Finding]:
     """
     free = shutil.disk_usage(Path.cwd()).free / GIB
     yield Finding(
-        "storage", "room for runs", "ok" if free >= LEAST_DISK_GIB else "wrong", f"{free:.1f} GiB free in {Path.cwd()}",
+        "storage", "room for runs", "ok" if free >= LEAST_DISK_GIB else "wrong", f"{rounded(free)} GiB free in {Path.cwd()}",
         "" if free >= LEAST_DISK_GIB else "make room, or choose another folder with --run_dir", {"free_gib": free},
     )  # fmt: skip
     try:
@@ -121,17 +126,17 @@ def storage() -> Iterator[Finding]:
     else:
         slow = speed < SLOW_DISK_MIB_S
         yield Finding(
-            "storage", "runs", "note" if slow else "ok", f"{speed:.0f} MiB/s written",
+            "storage", "runs", "note" if slow else "ok", f"{rounded(speed)} MiB/s written",
             "checkpoints will take long: a local disk for --run_dir is faster" if slow else "", {"mib_per_s": speed},
         )  # fmt: skip
     shared = Path("/dev/shm")
     if shared.is_dir():
         room = shutil.disk_usage(shared).free / 2**20
         small = room < LEAST_SHARED_MIB
-        pace = f", {_write_speed(shared):.0f} MiB/s" if room > 2 * PROBE_MIB else ""
+        pace = f", {rounded(_write_speed(shared))} MiB/s" if room > 2 * PROBE_MIB else ""
         yield Finding(
             "storage", "shared memory", "wrong" if small else "ok",
-            f"{room / 1024:.1f} GiB free{pace}",
+            f"{rounded(room / 1024)} GiB free{pace}",
             "workers that load data need it: docker run --shm-size=8g, or --data.num_workers=0" if small else "",
             {"free_mib": room},
         )  # fmt: skip
@@ -171,5 +176,5 @@ def pictures() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding(
         "data", "JPEG files of 400 x 500", "ok",
-        f"{rate:.0f} a second on one core, at most {rate * cores:.0f} on {cores}", values={"per_core_per_s": rate},
+        f"{rounded(rate)} a second on one core, at most {rounded(rate * cores)} on {cores}", values={"per_core_per_s": rate},
     )  # fmt: skip

@@ -17,6 +17,7 @@ from mhla_kernels.verdicts import folder_of, forget_kept, try_again
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.doctor.report import Finding, Status
 
 BOUNDS = {torch.float32: (1e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
@@ -65,13 +66,16 @@ def forms() -> Iterator[Finding]:
             errors = [max(pair) for pair in zip(errors, pair_errors, strict=True)]
             # `not error <= bound` instead of `error > bound`, so that NaN counts as wrong.
             if any(not error <= bound for error, bound in zip(pair_errors, BOUNDS[dtype], strict=True)):
+                output_error, gradient_error = map(rounded, pair_errors)
                 wrong.append(
-                    f"{widths[0]} x {widths[1]}: off by {pair_errors[0]:.1e} (outputs), {pair_errors[1]:.1e} (gradients)"
+                    f"{widths[0]} x {widths[1]}: off by {output_error} (outputs), {gradient_error} (gradients)"
                 )
             if not all(torch.equal(a, b) for i in (0, 1) for a, b in zip(actual[i], again[i], strict=True)):
                 wrong.append(f"{widths[0]} x {widths[1]}: two runs differ")
         name = f"{backend} {form}, {str(dtype)[6:]}, {'causal' if causal else 'bidirectional'}"
-        text = "; ".join(wrong) or f"errors {errors[0]:.1e} (outputs), {errors[1]:.1e} (gradients), equal bits"
+        text = (
+            "; ".join(wrong) or f"errors {rounded(errors[0])} (outputs), {rounded(errors[1])} (gradients), equal bits"
+        )
         advice = ""
         if wrong and backend == "triton":
             advice = (
@@ -107,7 +111,7 @@ def kernels(device: torch.device) -> Iterator[Finding]:
             verdict = try_again(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
             yield Finding(
                 "operator", f"kernels of {name}, {form}", "ok" if verdict.agrees else "note",
-                f"{verdict.reason} ({verdict.seconds:.1f} s)",
+                f"{verdict.reason} ({rounded(verdict.seconds)} s)",
                 "" if verdict.agrees else "backend='auto' uses the PyTorch form",
             )  # fmt: skip
 
@@ -133,7 +137,7 @@ def speed() -> Iterator[Finding]:
         mhla_ms, softmax_ms = (_milliseconds(call, device) for call in (mhla, softmax))
         yield Finding(
             "speed", name, "ok",
-            f"{mhla_ms:.2f} ms forward and backward; softmax {softmax_ms:.2f} ms ({softmax_ms / mhla_ms:.1f} x)",
+            f"{rounded(mhla_ms)} ms forward and backward; softmax {rounded(softmax_ms)} ms ({rounded(softmax_ms / mhla_ms)} x)",
             values={"mhla_ms": mhla_ms, "softmax_ms": softmax_ms},
         )  # fmt: skip
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lightning_mhla.system.numbers import rounded
+
 Status = Literal["ok", "note", "wrong"]
 
 SIGNS = {"ok": "[green]ok[/]", "note": "[yellow]note[/]", "wrong": "[bold red]wrong[/]"}
@@ -52,7 +54,7 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
         yield Finding(part, "examination", "wrong", text[:500], "the examination itself failed: please report it")
-    yield Finding(part, "time", "ok", f"{time.perf_counter() - start:.1f} s")
+    yield Finding(part, "time", "ok", f"{rounded(time.perf_counter() - start)} s")
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:

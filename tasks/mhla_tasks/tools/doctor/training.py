@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from statistics import mean
 
+from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.doctor.report import Finding
 
 STEPS = 20
@@ -66,7 +67,7 @@ def fit() -> Iterator[Finding]:
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             yield Finding(
-                "training", "fit", "wrong", f"not done after {LIMIT:.0f} s", f"run it to see: {shlex.join(command)}"
+                "training", "fit", "wrong", f"not done after {LIMIT:g} s", f"run it to see: {shlex.join(command)}"
             )
             return
         seconds = time.perf_counter() - start
@@ -80,8 +81,8 @@ def fit() -> Iterator[Finding]:
     sound = len(losses) == STEPS and all(map(math.isfinite, losses)) and mean(losses[-5:]) < mean(losses[:5])
     text = "no loss was logged"
     if losses:
-        first, last = mean(losses[:5]), mean(losses[-5:])
-        text = f"{len(losses)} steps in {seconds:.1f} s with the start, loss {first:.3f} (first five) to {last:.3f} (last five)"
+        first, last = rounded(mean(losses[:5])), rounded(mean(losses[-5:]))
+        text = f"{len(losses)} steps in {rounded(seconds)} s with the start, loss {first} (first five) to {last} (last five)"
     advice = "" if sound else "the loss should fall in twenty steps: see the lines of the operator"
     values = {"seconds": seconds, "losses": losses}
     yield Finding("training", "fit", "ok" if sound else "wrong", text, advice, values)
