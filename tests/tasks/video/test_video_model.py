@@ -334,8 +334,9 @@ def test_cross_attention_of_clips_is_replaced_matched_and_loaded(
     module.network.save_pretrained(tmp_path / "swapped")
     same = build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), ["keep"], CrossAttentionConfig(**cross))
     load_weights(same, str(tmp_path / "swapped"), WAN)
+    sample = inputs()
     with torch.no_grad():
-        assert torch.equal(same(*inputs()).sample, module.network(*inputs()).sample)
+        assert torch.equal(same(*sample).sample, module.network(*sample).sample)
     other = build_transformer(
         WAN, TINY, AttentionConfig(kind="softmax"), ["keep"], CrossAttentionConfig(**{**cross, "block_grid": [3, 2, 2]})
     )
