@@ -45,9 +45,11 @@ def check_attention(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -
     for name in ("attention", "cross_attention"):
         saved, present = memory.get(name) or {}, options.get(name) or {}
         if memory and name == "cross_attention" in options and bool(saved) != bool(present):
+            kinds = [repr(x["kind"]) if x else "none" for x in (saved, present)]
+            remedy = f"{name}.kind={saved['kind']} and its other options as in training" if saved else f"{name}=null"
             raise ValueError(
-                f"the checkpoint was trained with{'' if saved else 'out'} cross_attention, and this run asks for "
-                f"{present or None}; set --model.cross_attention={saved or 'null'}, or train from the start"
+                f"the checkpoint was trained with {name} {kinds[0]}, this run asks for {kinds[1]}; set --model.{remedy}, or "
+                "train from the start"
             )
         for key in ATTENTION_OPTIONS if saved and present else ():
             if saved.get(key) != present.get(key) and (key == "kind" or present["kind"] == "mhla"):

@@ -41,8 +41,16 @@ CROSS = {"kind": "mhla", "block_grid": [4, 4], "key_block_size": 8, "key_tokens"
         (CROSS, {"cross_attention": CROSS}, None),
         (None, {"cross_attention": None}, None),
         (CROSS, {}, None),  # a model without the option
-        (CROSS, {"cross_attention": None}, "trained with cross_attention, and this run asks for None"),
-        (None, {"cross_attention": CROSS}, r"without cross_attention.*set --model\.cross_attention=null"),
+        (
+            CROSS,
+            {"cross_attention": None},
+            "cross_attention 'mhla', this run asks for none; set --model.cross_attention.kind=mhla and",
+        ),
+        (
+            None,
+            {"cross_attention": CROSS},
+            r"cross_attention none, this run asks for 'mhla'; set --model\.cross_attention=null",
+        ),
         (CROSS, {"cross_attention": {**CROSS, "key_block_size": 4}}, r"set --model\.cross_attention\.key_block_size=8"),
         (
             CROSS,
