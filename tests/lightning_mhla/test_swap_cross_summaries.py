@@ -15,7 +15,7 @@ from lightning_mhla.attention import AttentionConfig
 
 STEPS = 11
 OPTIONS: dict[str, Any] = {
-    "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True
+    "max_new_tokens": STEPS, "min_new_tokens": STEPS, "do_sample": False, "return_dict_in_generate": True, "output_logits": True,
 }  # fmt: skip
 FAMILIES = ("T5", "Bart", "Whisper", "Marian")
 
@@ -50,15 +50,17 @@ def written_with_cache(model: Any, inputs: dict[str, Tensor], tokens: Tensor) ->
 def test_generated_logits_and_beams_are_those_of_complete_passes(family: str, config: AttentionConfig) -> None:
     model = double(family, config)
     inputs = inputs_of(model)
-    made = model.generate(**inputs, decoder_input_ids=first(), **OPTIONS)
-    complete = logits(model, inputs, made.sequences[:, :-1], use_cache=False)
-    torch.testing.assert_close(torch.stack(made.logits, 1), complete, rtol=1e-9, atol=1e-9)
-    beams = {**OPTIONS, "num_beams": 3, "output_scores": True}
-    with_cache, without = (
-        model.generate(**inputs, decoder_input_ids=first(), use_cache=cache, **beams) for cache in (True, False)
-    )
-    assert torch.equal(with_cache.sequences, without.sequences)
-    torch.testing.assert_close(with_cache.sequences_scores, without.sequences_scores, rtol=1e-9, atol=1e-9)
+    made = {}
+    for beams in (1, 3):
+        for cache in (True, False):
+            rows: list[Tensor] = []  # generate itself converts logits to float32
+            hook = model.register_forward_hook(lambda module, args, out, rows=rows: rows.append(out.logits[:, -1]))
+            out = model.generate(**inputs, decoder_input_ids=first(), use_cache=cache, num_beams=beams, **OPTIONS)
+            hook.remove()
+            made[beams, cache] = out.sequences, torch.stack(rows, 1)
+        assert torch.equal(made[beams, True][0], made[beams, False][0])
+        torch.testing.assert_close(made[beams, True][1], made[beams, False][1], rtol=1e-9, atol=1e-9)
+    assert made[1, True][1].dtype == torch.float64
 
 
 MAPS = [AttentionConfig(block_size=4, feature_map=name) for name in ("learned", "sana", "softplus")]
