@@ -196,8 +196,11 @@ class CrossAttention(nn.Module):
             context_layout: layout of the context; None for that of the last :meth:`fit`.
 
         Raises:
-            ValueError: if the number of tokens does not fit its layout, or the mask does not fit the tokens.
+            ValueError: if the kind has no summaries, the number of tokens does not fit its layout, or the mask does not fit the
+                tokens.
         """
+        if not self.summarizes:
+            raise ValueError(f"cross-attention of kind {self.kind!r} has no summaries; pass the context to each call")
         projections = self._own_projections() if projections is None else projections
         return self.summaries_of(*self._read(context, context_mask, projections, context_layout))
 
