@@ -2,12 +2,15 @@
 
 lightning bench cross_attention
 lightning bench cross_attention --pretrain_steps 500 --steps 100 --seeds 1
+lightning bench cross_attention --parts generation
 
 The first part trains a small SANA on scenes of colored digits with captions (embedded data), whose cross-attention (attn2) is
 softmax. It then replaces attn2 by linear attention and by MHLA, and trains all weights of each model, and of the original one,
 with the same data, steps and seeds. Losses are flow-matching losses on held-out scenes, with the same noise for every model.
 The loss with captions of other scenes shows how much a model uses its text. The second part measures one layer, without its
-projections, on one image and one text, in processor time of one thread, which other programs disturb little.
+projections, on one image and one text, in processor time of one thread, which other programs disturb little. The third part
+measures a token that the decoder of a T5 writes. Its cross-attention reads the keys of the encoder's tokens, or the summaries
+of their blocks.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 from torch import Tensor, nn
+from transformers import T5Config, T5ForConditionalGeneration
+from transformers.modeling_outputs import BaseModelOutput
 
 from benchmarks.machine import describe
 from lightning_mhla import BlockLayout, CrossAttentionConfig, swap_attention
@@ -58,9 +63,27 @@ KINDS = {
 }
 """Cross-attention of each model; None for the original."""
 
+READERS = {
+    "softmax": ("softmax", False),
+    "linear, keys": ("linear", False),
+    "linear, summaries": ("linear", True),
+    "mhla, keys": ("mhla", False),
+    "mhla, summaries": ("mhla", True),
+}
+"""Kind of cross-attention in the third part, and whether it reads summaries, by name."""
+
 QUERIES, KEYS = (1024, 4096, 16384), (64, 512, 4096)
 HEADS, WIDTH, BLOCKS = 4, 64, 16
 """Heads, their width, and blocks of the image and of the text (of at least 16 tokens) in the second part."""
+
+DECODER: dict[str, Any] = {
+    "d_model": 512, "d_kv": 64, "num_heads": 8, "d_ff": 1024, "num_layers": 1, "num_decoder_layers": 6, "vocab_size": 512,
+    "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+}  # fmt: skip
+"""Options of the T5 in the third part."""
+
+TOKEN_BLOCK, WRITTEN = 64, 64
+"""Tokens in a block of the decoder's input and of the encoder's output in the third part, and tokens that are written."""
 
 
 @dataclass(frozen=True)
@@ -238,6 +261,58 @@ def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str
     return list(rows.values())
 
 
+def writer(kind: str, keys: int, summaries: bool) -> Callable[[], float]:
+    """Return a function that writes tokens with a T5 of random weights, and returns the milliseconds of one token.
+
+    Args:
+        kind: kind of cross-attention; ``"softmax"`` for the original.
+        keys: number of tokens of the encoder's output, which is random.
+        summaries: whether cross-attention may read summaries instead of keys.
+    """
+    torch.manual_seed(0)
+    model = T5ForConditionalGeneration(T5Config(**DECODER)).eval()
+    if kind != "softmax":
+        blocks = CrossAttentionConfig(kind=kind, block_size=TOKEN_BLOCK, key_block_size=TOKEN_BLOCK, key_tokens=keys)
+        for layer in swap_attention(model, blocks, cross=True).values():
+            layer.summarizes = summaries  # type: ignore[misc]
+    states = BaseModelOutput(last_hidden_state=torch.randn(1, keys, DECODER["d_model"]))
+
+    @torch.no_grad()
+    def write() -> float:
+        cache, token, begin = None, torch.zeros(1, 1, dtype=torch.int64), 0.0
+        for position in range(WRITTEN):
+            if position == 2:  # the first token fills the cache, and the second one computes the summaries
+                begin = time.process_time()
+            out = model(encoder_outputs=states, decoder_input_ids=token, past_key_values=cache, use_cache=True)
+            cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
+        return 1e3 * (time.process_time() - begin) / (WRITTEN - 2)
+
+    return write
+
+
+def time_generation(keys: list[int], runs: int) -> list[dict[str, Any]]:
+    """Measure a written token of each cross-attention at each length of the encoder's output; they alternate in each run."""
+    rows = []
+    for count in track(keys, "writing", transient=True):
+        writers = {name: writer(kind, count, summaries) for name, (kind, summaries) in READERS.items()}
+        times: dict[str, list[float]] = {name: [] for name in writers}
+        for _ in range(runs):
+            for name, write in writers.items():
+                times[name].append(write())
+        rows += [{"keys": count, "attention": name, "token_ms": sorted(values)} for name, values in times.items()]
+    return rows
+
+
+def generation_table(rows: list[dict[str, Any]]) -> list[list[str]]:
+    """Return the rows of the table of written tokens, with a title row: medians, with the smallest and the largest value."""
+    table = [["tokens of the encoder", *READERS]]
+    for count in dict.fromkeys(row["keys"] for row in rows):
+        by_name = {row["attention"]: row["token_ms"] for row in rows if row["keys"] == count}
+        cells = (f"{x[len(x) // 2]:.1f} ({x[0]:.1f} to {x[-1]:.1f})" for x in (by_name[name] for name in READERS))
+        table.append([f"{count:,}", *cells])
+    return table
+
+
 def loss_table(result: dict[str, Any]) -> list[list[str]]:
     """Return the rows of the table of losses, with a title row: mean and standard deviation over the seeds."""
 
@@ -265,7 +340,7 @@ def time_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Train and measure, print two tables, and write JSON."""
+    """Train and measure, print tables, and write JSON."""
     parser = argparse.ArgumentParser(prog="lightning bench cross_attention", description=__doc__.splitlines()[0])
     parser.add_argument("--pretrain_steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200, help="steps of fine-tuning")
@@ -273,27 +348,39 @@ def main() -> None:
     parser.add_argument("--queries", type=int, nargs="+", default=list(QUERIES))
     parser.add_argument("--keys", type=int, nargs="+", default=list(KEYS))
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for cross-attention-cpu.json")
+    parser.add_argument("--encoder_tokens", type=int, nargs="+", default=[512, 4096])
+    parser.add_argument("--parts", nargs="+", choices=("losses", "generation"), default=["losses", "generation"])
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder for cross-*-cpu.json")
     args = parser.parse_args()
     torch.set_num_threads(1)  # so that processor time is the time of the layer
+    if "losses" in args.parts:
+        result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
+        result["model"] = {**MODEL, "text": asdict(TEXT), "batch": BATCH, "scenes": SCENES, "rate": RATE}
+        result["times"] = time_layers(args.queries, args.keys, args.runs)
+        result["losses"] = train_models(args.pretrain_steps, args.steps, args.seeds)
+        tables = {
+            "held-out loss, mean over the seeds": loss_table(result["losses"]),
+            f"{HEADS} heads of width {WIDTH}; milliseconds of one thread, forward / forward and backward": time_table(
+                result["times"]
+            ),
+        }
+        write_result(args.out / "cross-attention-cpu.json", result, tables)
+    if "generation" in args.parts:
+        result = {"machine": describe(torch.device("cpu")), "model": DECODER, "block": TOKEN_BLOCK, "written": WRITTEN}
+        result["rows"] = time_generation(args.encoder_tokens, args.runs)
+        title = "milliseconds of one thread for a written token: median (smallest to largest)"
+        write_result(args.out / "cross-generation-cpu.json", result, {title: generation_table(result["rows"])})
+
+
+def write_result(path: Path, result: dict[str, Any], tables: dict[str, list[list[str]]]) -> None:
+    """Print tables, whose first rows are titles, by their headings, and write a result to a JSON file."""
     console = Console(width=130)
-    result: dict[str, Any] = {"machine": describe(torch.device("cpu"))}
-    result["model"] = {**MODEL, "text": asdict(TEXT), "batch": BATCH, "scenes": SCENES, "rate": RATE}
-    result["times"] = time_layers(args.queries, args.keys, args.runs)
-    result["losses"] = train_models(args.pretrain_steps, args.steps, args.seeds)
-    for title, rows in (
-        ("held-out loss, mean over the seeds", loss_table(result["losses"])),
-        (
-            f"{HEADS} heads of width {WIDTH}; milliseconds of one thread, forward / forward and backward",
-            time_table(result["times"]),
-        ),
-    ):
+    for title, rows in tables.items():
         table = Table(*rows[0], title=title)
         for row in rows[1:]:
             table.add_row(*row)
         console.print(table)
-    args.out.mkdir(parents=True, exist_ok=True)
-    path = args.out / "cross-attention-cpu.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(result, indent=1) + "\n")
     console.print(f"written: {path}")
 

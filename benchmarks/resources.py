@@ -306,7 +306,7 @@ def _cross_arguments(checked: Arguments, variant: Variant) -> CrossArguments:
         checked.q,
         checked.k[:, :keys],
         checked.v[:, :keys],
-        torch.zeros(1, variant.blocks, count),
+        [torch.zeros(1, variant.blocks, count)],
         *cross_tables(layout, variant.form, True, checked.q.device),
         query_mask=checked.key_mask,
         key_mask=torch.ones(len(checked.k), keys, dtype=torch.bool),

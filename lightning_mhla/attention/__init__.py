@@ -5,7 +5,8 @@ To add a kind to this package, define its class in a new module and import the c
 
 from lightning_mhla.attention.base import Attention, build_attention
 from lightning_mhla.attention.config import AttentionConfig, CrossAttentionConfig, attention_per_layer, layout_for
-from lightning_mhla.attention.cross import CrossAttention, CrossProjections
+from lightning_mhla.attention.cross import CrossAttention
+from lightning_mhla.attention.cross_inputs import ContextSummaries, CrossProjections
 from lightning_mhla.attention.cross_kinds import (
     LinearCrossAttention,
     MHLACrossAttention,
@@ -35,6 +36,7 @@ __all__ = [
     "AttentionInputs",
     "BlockLayout",
     "BlockOrder",
+    "ContextSummaries",
     "CrossAttention",
     "CrossAttentionConfig",
     "CrossProjections",

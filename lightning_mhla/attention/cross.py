@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig, report_unused
+from lightning_mhla.attention.cross_inputs import ContextSummaries, CrossInputs, CrossProjections, check_mask, place
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.order import BlockOrder
@@ -19,46 +18,6 @@ from lightning_mhla.attention.projections import check_heads
 
 SELF_ONLY = ("lepe", "rotary", "key_weighting", "normalize_before_rotary")
 """Options of :class:`AttentionConfig` that need queries and keys of the same tokens."""
-
-
-class CrossProjections(NamedTuple):
-    """Input and output projections of a cross-attention layer, its own or those of a layer that it replaces.
-
-    Attributes:
-        queries: function from tokens ``[B, Nq, dim]`` to queries ``[B, Nq, H, Dk]``.
-        context: function from context tokens ``[B, Nk, context_dim]`` to keys ``[B, Nk, Hkv, Dk]`` and values
-            ``[B, Nk, Hkv, Dv]``.
-        merge: function from outputs of the heads, ``[B, Nq, H * Dv]``, to tokens ``[B, Nq, dim]``.
-    """
-
-    queries: Callable[[Tensor], Tensor]
-    context: Callable[[Tensor], tuple[Tensor, Tensor]]
-    merge: Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class CrossInputs:
-    """Inputs of :meth:`CrossAttention.attend`, with the tokens of each block contiguous.
-
-    Attributes:
-        q: queries ``[B, Nq, H, Dk]``, before the feature map.
-        k: keys ``[B, Nk, Hkv, Dk]``, before the feature map.
-        v: values ``[B, Nk, Hkv, Dv]``.
-        query_mask: ``[B, Nq]`` bool, False for hidden queries; None if no query is hidden.
-        key_mask: ``[B, Nk]`` bool, False for hidden context tokens; None if none is hidden.
-        queries: order and blocks of the queries.
-        context: order and blocks of the context.
-        first: number of query blocks of the sequence before that of the first query.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    query_mask: Tensor | None
-    key_mask: Tensor | None
-    queries: Placement
-    context: Placement
-    first: int = 0
 
 
 class CrossAttention(nn.Module):
@@ -98,6 +57,8 @@ class CrossAttention(nn.Module):
     """Options of :class:`AttentionConfig` that have no effect on the kind; the log names those that are set."""
     uses_blocks: ClassVar[bool] = False
     """Whether the kind divides tokens into blocks."""
+    summarizes: ClassVar[bool] = False
+    """Whether the kind can read a context by its summaries, see :meth:`summarize`."""
 
     def __init_subclass__(cls, kind: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -163,7 +124,7 @@ class CrossAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        context: Tensor,
+        context: Tensor | ContextSummaries,
         mask: Tensor | None = None,
         context_mask: Tensor | None = None,
         *,
@@ -176,7 +137,8 @@ class CrossAttention(nn.Module):
 
         Args:
             x: tokens, in raster order.
-            context: context tokens ``[B, Nk, context_dim]``, in raster order.
+            context: context tokens ``[B, Nk, context_dim]``, in raster order. In place of them, their summaries
+                (:meth:`summarize`), which contain ``context_mask`` and ``context_layout``.
             mask: mask of visible tokens, ``[B, Nq]`` bool. Outputs of hidden tokens are zero. None if all tokens are visible.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool. Hidden tokens do not influence the outputs, even if
                 they contain NaN. None if all are visible. The attention outputs of a row without visible context are zero.
@@ -193,25 +155,80 @@ class CrossAttention(nn.Module):
             ValueError: if the number of tokens does not fit its layout, or masks do not fit the tokens.
         """
         check_mask("mask", mask, x)
-        check_mask("context_mask", context_mask, context)
         queries = place("query", self.query_order, layout, x, start)
-        keys = place("context", self.context_order, context_layout, context)
         projections = self._own_projections() if projections is None else projections
         tokens, visible = queries.enter(x, mask)
-        read, readable = keys.enter(context, context_mask)
-        q = projections.queries(hide_rows(tokens, visible))
-        k, v = projections.context(
-            hide_rows(read, readable)
-        )  # NaN in hidden tokens would spread, because 0 * NaN is NaN
         size = (self.layout if layout is None else layout).block_size
         first = 0 if size is None else start // size
-        out = self.attend(CrossInputs(q, k, v, visible, readable, queries, keys, first))
+        if isinstance(context, ContextSummaries):
+            if context_mask is not None or context_layout is not None:
+                raise ValueError(
+                    "summaries contain the mask and the layout of their context; leave out context_mask and context_layout"
+                )
+            q = projections.queries(hide_rows(tokens, visible))
+            nothing = q[:, :0]
+            inputs = CrossInputs(q, nothing, nothing, visible, None, queries, context.context, first)
+            out = self.attend_summaries(inputs, context)
+        else:
+            k, v, readable, keys = self._read(context, context_mask, projections, context_layout)
+            q = projections.queries(hide_rows(tokens, visible))
+            out = self.attend(CrossInputs(q, k, v, visible, readable, queries, keys, first))
         out = (out if self.norm is None else self.norm(out)).flatten(2)
         out = apply_gate(out, tokens, self.gate, self.config.gate_activation)
         return queries.leave(hide_rows(projections.merge(out), visible))
 
+    def summarize(
+        self,
+        context: Tensor,
+        context_mask: Tensor | None = None,
+        *,
+        projections: CrossProjections | None = None,
+        context_layout: BlockLayout | None = None,
+    ) -> ContextSummaries:
+        """Compute the key-value summaries of a context once, for many calls of :meth:`forward` with the same weights.
+
+        Only for kinds that read a context by summaries (``summarizes``): mhla and linear.
+
+        Args:
+            context: context tokens ``[B, Nk, context_dim]``, in raster order.
+            context_mask: mask of visible context tokens, ``[B, Nk]`` bool; None if all are visible.
+            projections: projections to use if the layer has none of its own; None for the layer's own.
+            context_layout: layout of the context; None for that of the last :meth:`fit`.
+
+        Raises:
+            ValueError: if the kind has no summaries, the number of tokens does not fit its layout, or the mask does not fit the
+                tokens.
+        """
+        if not self.summarizes:
+            raise ValueError(f"cross-attention of kind {self.kind!r} has no summaries; pass the context to each call")
+        projections = self._own_projections() if projections is None else projections
+        return self.summaries_of(*self._read(context, context_mask, projections, context_layout))
+
+    def _read(
+        self,
+        context: Tensor,
+        mask: Tensor | None,
+        projections: CrossProjections,
+        layout: BlockLayout | None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Placement]:
+        """Return the keys, the values and the mask of a context in block order, and their order and blocks."""
+        check_mask("context_mask", mask, context)
+        placement = place("context", self.context_order, layout, context)
+        tokens, visible = placement.enter(context, mask)
+        # NaN in hidden tokens would spread, because 0 * NaN is NaN
+        k, v = projections.context(hide_rows(tokens, visible))
+        return k, v, visible, placement
+
     def attend(self, inputs: CrossInputs) -> Tensor:
         """Compute the attention outputs ``[B, Nq, H, Dv]`` of all queries. Each kind implements this method."""
+        raise NotImplementedError
+
+    def summaries_of(self, k: Tensor, v: Tensor, key_mask: Tensor | None, context: Placement) -> ContextSummaries:
+        """Compute the summaries of keys ``[B, Nk, Hkv, Dk]`` and values in block order. Kinds with summaries implement it."""
+        raise NotImplementedError
+
+    def attend_summaries(self, inputs: CrossInputs, summaries: ContextSummaries) -> Tensor:
+        """Compute the outputs ``[B, Nq, H, Dv]`` from summaries; ``inputs`` has no keys. Kinds with summaries implement it."""
         raise NotImplementedError
 
     def open_gate(self) -> None:
@@ -264,47 +281,3 @@ def check_cross_config(config: AttentionConfig, kind: str) -> None:
             raise ValueError(
                 f"{name}={value} needs queries and keys of the same tokens; leave it out of cross-attention"
             )
-
-
-def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
-        )
-
-
-def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, start: int = 0) -> Placement:
-    """Return the order and the blocks of a call's tokens.
-
-    Args:
-        name: ``"query"`` or ``"context"``, for error messages.
-        order: permutation for the layout of the layer.
-        layout: layout of this call; None for that of the layer.
-        x: tokens ``[B, N, ...]``.
-        start: number of tokens of the sequence before these.
-
-    Returns:
-        Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
-
-    Raises:
-        ValueError: if the number of tokens does not fit the layout, or a grid has a start.
-    """
-    chosen, tokens = order.layout if layout is None else layout, x.shape[1]
-    if chosen.block_size is None or chosen.prefix_tokens:
-        if start:
-            raise ValueError(f"start={start} needs a layout with block_size, a sequence, not {chosen}")
-        if tokens != chosen.num_tokens:
-            raise ValueError(f"{tokens} {name} tokens for a layout of {chosen.num_tokens} ({chosen})")
-        if layout is not None:
-            return layout.place(x.device)
-        return Placement(chosen, order.order, order.inverse, chosen.operator_blocks)
-    size = chosen.block_size
-    if start < 0:
-        raise ValueError(f"start={start} must not be negative")
-    lead = size - start % size
-    if lead == size:
-        return Placement(BlockLayout((tokens,), block_size=size), None, None, {"block_size": size})
-    edges = (0, *range(lead, tokens, size), tokens)
-    pieces = BlockLayout((tokens,), blocks=(len(edges) - 1,))  # only their number counts
-    return Placement(pieces, None, None, {"block_offsets": edges})

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 from mhla_kernels import mhla_attention
-from mhla_kernels.mixing import MixingLike
+from mhla_kernels.attention import without_autocast
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.checks import check_weighting
+from mhla_kernels.cross.summaries import read_summaries, summarize_keys
 from torch import Tensor
 from torch.nn import functional as F
 from typing_extensions import override
 
 from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig, CrossAttentionConfig, check_blocks
-from lightning_mhla.attention.cross import CrossAttention, CrossInputs, check_cross_config
+from lightning_mhla.attention.cross import CrossAttention, check_cross_config
+from lightning_mhla.attention.cross_inputs import ContextSummaries, CrossInputs
 from lightning_mhla.attention.cross_mixing import DenseCrossCoefficients, ExponentialCrossCoefficients
 from lightning_mhla.attention.features import LearnedFeatures, apply_features
-from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.mixing import MixingCoefficients
 from lightning_mhla.attention.summaries import EPS, SANA_EPS
@@ -27,6 +32,7 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
     """
 
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
+    summarizes: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -43,24 +49,68 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
     @override
     def attend(self, inputs: CrossInputs) -> Tensor:
         repeats = self.heads // self.key_value_heads
-        q, k, v = inputs.q, inputs.k.repeat_interleave(repeats, 2), inputs.v.repeat_interleave(repeats, 2)
-        feature_map: Any = "identity"
-        if self.features is not None:
-            q, _, k = self.features(q, k)  # a factor on a query's features means nothing
-        else:
-            q, k, feature_map = apply_features(q, k, self.config.feature_map)
+        k, v = inputs.k.repeat_interleave(repeats, 2), inputs.v.repeat_interleave(repeats, 2)
+        q, k, feature_map = self._features(inputs.q, k)
         mixing, blocks = self.coefficients(inputs)
         return mhla_attention(
             q, k, v, mixing, query_mask=inputs.query_mask, key_mask=inputs.key_mask, normalize=self.config.normalize,
-            feature_map=feature_map, eps=SANA_EPS if self.config.feature_map == "sana" else EPS, **blocks,
+            feature_map=feature_map, eps=self.eps, **blocks,
         )  # fmt: skip
 
-    def coefficients(self, inputs: CrossInputs) -> tuple[MixingLike, dict[str, Any]]:
+    @override
+    def summaries_of(self, k: Tensor, v: Tensor, key_mask: Tensor | None, context: Placement) -> ContextSummaries:
+        repeats = self.heads // self.key_value_heads
+        k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
+        _, k, feature_map = self._features(k[:, :0], k)
+        layout = _token_layout(k.shape[1], context.blocks if self.uses_blocks else {"block_size": k.shape[1]})
+        with without_autocast(k.device.type):
+            return ContextSummaries(summarize_keys(k, v, layout, feature_map, key_mask), context, v.dtype)
+
+    @override
+    def attend_summaries(self, inputs: CrossInputs, summaries: ContextSummaries) -> Tensor:
+        q, _, feature_map = self._features(inputs.q, inputs.k)
+        weighting = check_weighting(q, False, self.config.normalize, None, self.eps, feature_map)
+        one_block = not self.uses_blocks or inputs.queries.layout.num_blocks == 1
+        first = inputs.first if self.uses_blocks else 0
+        blocks: dict[str, Any] = {"block_size": q.shape[1]}
+        with without_autocast(q.device.type):
+            if one_block and summaries.mixture is not None and summaries.mixture[0] == first:
+                mixtures = summaries.mixture[1]
+            else:
+                matrix, of_queries = self.coefficients(inputs)
+                mixtures = summaries.keys.mix(matrix)
+                if one_block:
+                    summaries.mixture = first, mixtures
+                else:
+                    blocks = of_queries
+            out = read_summaries(
+                q, mixtures, _token_layout(q.shape[1], blocks), weighting, feature_map, inputs.query_mask
+            )
+        return out.to(summaries.dtype)
+
+    @property
+    def eps(self) -> float:
+        """Number that is added to the normalizer."""
+        return SANA_EPS if self.config.feature_map == "sana" else EPS
+
+    def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
+        """Return the features of queries and keys, and the feature map that the operator still has to apply."""
+        if self.features is None:
+            return apply_features(q, k, self.config.feature_map)
+        q, _, k = self.features(q, k)  # a factor on a query's features means nothing
+        return q, k, "identity"
+
+    def coefficients(self, inputs: CrossInputs) -> tuple[Tensor, dict[str, Any]]:
         """Return mixing coefficients ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and keyword arguments that describe the blocks.
 
         Linear attention has one block of queries and one of keys, whose only coefficient is 1.
         """
         return inputs.q.new_ones(1, 1), {"block_size": inputs.q.shape[1], "key_block_size": inputs.k.shape[1]}
+
+
+def _token_layout(tokens: int, blocks: Mapping[str, Any]) -> TokenLayout:
+    """Return the partition of tokens that the operator's argument ``block_size`` or ``block_offsets`` describes."""
+    return TokenLayout(tokens, blocks.get("block_size", 0), blocks.get("block_offsets"))
 
 
 class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
@@ -119,7 +169,7 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
             self.mixing = DenseCrossCoefficients(layout, context_layout, **shared)
 
     @override
-    def coefficients(self, inputs: CrossInputs) -> tuple[MixingLike, dict[str, Any]]:
+    def coefficients(self, inputs: CrossInputs) -> tuple[Tensor, dict[str, Any]]:
         """Return the learned coefficients, ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and arguments that describe the blocks."""
         queries, context = inputs.queries, inputs.context
         mixing = self.mixing(queries.layout.block_grid, context.layout.block_grid, inputs.first)

@@ -19,8 +19,8 @@ from lightning_mhla.system.redaction import redacted
 
 log = logging.getLogger(__name__)
 
-ATTENTION_OPTIONS = ("kind", "block_grid", "block_size")
-"""Attention options on which the weights depend; ``block_grid`` and ``block_size`` are compared for mhla only."""
+ATTENTION_OPTIONS = ("kind", "block_grid", "block_size", "key_block_size", "key_tokens")
+"""Attention options on which the weights depend; those of blocks are compared for mhla only."""
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
@@ -30,25 +30,33 @@ def log_origin(checkpoint: Mapping[str, Any]) -> None:
         log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)
 
 
-def check_attention(checkpoint: Mapping[str, Any], attention: Mapping[str, Any] | None) -> None:
-    """Check that a run uses the same kind of attention as a checkpoint and, for MHLA, the same attention blocks.
+def check_attention(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check that a run uses the same kinds of attention as a checkpoint and, for MHLA, the same attention blocks.
 
     Args:
         checkpoint: entries of the checkpoint.
-        attention: attention options of the run; None to skip the check.
+        options: options of the run's model. ``attention`` is compared if both have it. ``cross_attention``, the replacement of
+            cross-attention in a model of a library, is compared if the run's model has the option, which may be None.
 
     Raises:
         ValueError: if an option differs. The message names the option and the value to set.
     """
-    saved: Mapping[str, Any] = checkpoint.get("hyper_parameters", {}).get("attention") or {}
-    if not saved or not attention:
-        return
-    for key in ATTENTION_OPTIONS:
-        if saved.get(key) != attention.get(key) and (key == "kind" or attention["kind"] == "mhla"):
+    memory = checkpoint.get("hyper_parameters") or {}
+    for name in ("attention", "cross_attention"):
+        saved, present = memory.get(name) or {}, options.get(name) or {}
+        if memory and name == "cross_attention" in options and bool(saved) != bool(present):
+            kinds = [repr(x["kind"]) if x else "none" for x in (saved, present)]
+            remedy = f"{name}.kind={saved['kind']} and its other options as in training" if saved else f"{name}=null"
             raise ValueError(
-                f"the checkpoint was trained with attention {key} {saved.get(key)!r}, this run asks for "
-                f"{attention.get(key)!r}; set --model.attention.{key}={saved.get(key)}, or train from the start"
+                f"the checkpoint was trained with {name} {kinds[0]}, this run asks for {kinds[1]}; set --model.{remedy}, or "
+                "train from the start"
             )
+        for key in ATTENTION_OPTIONS if saved and present else ():
+            if saved.get(key) != present.get(key) and (key == "kind" or present["kind"] == "mhla"):
+                raise ValueError(
+                    f"the checkpoint was trained with {name} {key} {saved.get(key)!r}, this run asks for "
+                    f"{present.get(key)!r}; set --model.{name}.{key}={saved.get(key)}, or train from the start"
+                )
 
 
 def log_changed_options(part: str, memory: Mapping[str, Any] | None, options: Mapping[str, Any]) -> None:

@@ -11,8 +11,8 @@ from lightning import Trainer
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla.swap import SwappedAttention, attention_layers, swapped_layers
 from lightning_mhla.swap.diffusers_grid import patch_convolution
+from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.swap.transfer import matching_loss
 from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 
@@ -76,14 +76,11 @@ class VelocityHost(LinearizedHost):
 
     @override
     def layer_loss(self, network: Any, teacher: Any, *inputs: Tensor) -> Tensor:
-        layers, originals = attention_layers(network), attention_layers(teacher)
         replaced: dict[nn.Module, nn.Module] = {}
-        for index in swapped_layers(network):
-            processor = layers[index].processor
-            assert isinstance(processor, SwappedAttention)
+        for group, index, layer, _ in host_of(network).replaced(network):
             # Only the teacher runs, so the layers of the network would not learn the size of the input themselves.
-            processor.grid(patch_convolution(network), inputs[:1])
-            replaced[originals[index]] = layers[index]
+            layer.processor.grid(patch_convolution(network), inputs[:1])
+            replaced[group.layers(teacher)[index]] = layer
         run = partial(self.predict, teacher, *inputs)
         return matching_loss(network, replaced, run, network.is_gradient_checkpointing)
 

@@ -4,6 +4,7 @@
 """
 
 from lightning_mhla.swap.diffusers import SwappedAttention, attention_layers
+from lightning_mhla.swap.diffusers_cross import read_texts_once
 from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.layers import KEEP, REPLACE
 from lightning_mhla.swap.swapping import (
@@ -28,6 +29,7 @@ __all__ = [
     "layer_costs",
     "load_swapped",
     "original_attention",
+    "read_texts_once",
     "resize_blocks",
     "save_swapped",
     "swap_attention",

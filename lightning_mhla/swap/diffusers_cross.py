@@ -7,14 +7,23 @@ Tokens that the model masks as padding do not influence the output.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla.attention import BlockLayout, CrossAttention, CrossAttentionConfig, CrossProjections
+from lightning_mhla.attention import (
+    BlockLayout,
+    ContextSummaries,
+    CrossAttention,
+    CrossAttentionConfig,
+    CrossProjections,
+)
 from lightning_mhla.swap.diffusers_grid import (
     UNSUPPORTED,
     GridProcessor,
@@ -26,7 +35,7 @@ from lightning_mhla.swap.diffusers_grid import (
 )
 from lightning_mhla.swap.groups import LayerGroup
 from lightning_mhla.swap.host import blocks_along, build_cross_beside
-from lightning_mhla.swap.masks import context_mask, padding_to_end
+from lightning_mhla.swap.masks import context_mask, has_no_values, padding_to_end
 
 CROSS_PROCESSORS = {
     "WanTransformer3DModel": "WanAttnProcessor",
@@ -45,11 +54,70 @@ TEXT_BLOCK = 16
 TEXT_TOKENS = 512
 """Default number of tokens that dense coefficients cover: no text encoder of a supported model gives more."""
 
+TEXTS = 4
+"""Number of texts whose summaries are stored while samples are drawn: guidance calls a model with two or three in turn."""
+
+
+class TextMemory:
+    """Texts that the layers of a model have read, with the key-value summaries of each layer.
+
+    A text is recognized by its values, since a model encodes it again in every step.
+    """
+
+    def __init__(self) -> None:
+        self.texts: deque[tuple[Tensor, Tensor | None, dict[CrossAttention, ContextSummaries]]] = deque(maxlen=TEXTS)
+
+    def read(
+        self, attention: CrossAttention, context: Tensor, real: Tensor | None, projections: CrossProjections
+    ) -> ContextSummaries:
+        """Return the summaries of a text for one layer, which are computed the first time.
+
+        Args:
+            attention: the layer.
+            context: encoded text, ``[B, Nk, C']``.
+            real: mask of tokens that are not padding, ``[B, Nk]`` bool, padding last; None without padding.
+            projections: projections of the layer.
+        """
+        same = (layers for text, mask, layers in self.texts if _equal(text, context) and _equal(mask, real))
+        if (summaries := next(same, None)) is None:
+            summaries = {}
+            self.texts.append((context, real, summaries))
+        if attention not in summaries:
+            summaries[attention] = attention.summarize(context, real, projections=projections)
+        return summaries[attention]
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))
+
+
+@contextmanager
+def read_texts_once(model: nn.Module) -> Iterator[None]:
+    """Context manager in which swapped cross-attention of a diffusers model reads the keys of each text once, for sampling.
+
+    All denoising steps then read the key-value summaries of the first step, with the same outputs up to rounding. The weights
+    of the model must not change inside the context. Only for passes without gradients on a CPU, outside of compiled graphs:
+    fused kernels read keys, not summaries. A model without swapped cross-attention does not change.
+
+    Args:
+        model: diffusers transformer.
+    """
+    memory, processors = TextMemory(), [x for x in model.modules() if isinstance(x, SwappedCrossAttention)]
+    for processor in processors:
+        processor.memory = memory
+    try:
+        yield
+    finally:
+        for processor in processors:
+            processor.memory = None
+
 
 class SwappedCrossAttention(GridProcessor):
     """diffusers attention processor that computes MHLA or another kind of cross-attention with the original projections."""
 
     attention: CrossAttention
+    memory: TextMemory | None = None
+    """Texts that were read before, inside of :func:`read_texts_once`."""
 
     def __call__(
         self,
@@ -104,7 +172,14 @@ class SwappedCrossAttention(GridProcessor):
             lambda x: (split_heads(attn.to_k(x), attn.norm_k, key_width), split_heads(attn.to_v(x), None, value_width)),
             lambda x: merge_heads(attn, x),
         )
+        if self._may_remember(hidden_states) and self.memory is not None:
+            summaries = self.memory.read(attention, context, real, host)
+            return attention(hidden_states, summaries, projections=host, layout=alone)
         return attention(hidden_states, context, context_mask=real, projections=host, layout=alone)
+
+    def _may_remember(self, x: Tensor) -> bool:
+        eager = not has_no_values(x) and not torch.is_grad_enabled()
+        return eager and x.device.type == "cpu" and self.attention.summarizes
 
 
 class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):

@@ -4,6 +4,9 @@ Importing this module requires transformers. The function is registered in trans
 ``lightning_mhla_cross``. Each cross-attention module that should use it gets its own copy of the model configuration, in which
 ``_attn_implementation`` has this name. The interface passes only queries, keys and values. A forward pre-hook therefore stores
 the input of the module, which output gates need, and its position in the decoder's input, which determines its blocks.
+
+During generation, transformers keeps the keys and values of the encoder in a cache. The key-value summaries of their blocks are
+kept there too, from the second token on, so that a token costs as many products as the context has blocks.
 """
 
 from __future__ import annotations
@@ -13,11 +16,14 @@ from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typing_extensions import override
 
-from lightning_mhla.attention import CrossAttention, CrossProjections
-from lightning_mhla.swap.masks import check_values, context_mask, padding_to_end
+from lightning_mhla.attention import ContextSummaries, CrossAttention, CrossProjections
+from lightning_mhla.swap.masks import check_values, context_mask, has_no_values, padding_to_end
 from lightning_mhla.swap.transformers_attention import NAME
 
 CROSS_NAME = f"{NAME}_cross"
@@ -35,10 +41,93 @@ class CrossCall(NamedTuple):
     Attributes:
         x: input of the module, ``[B, N, C]`` for B rows of N tokens of width C.
         start: number of tokens of the decoder's input before these.
+        cache: cache of this layer's keys and values, if an earlier call filled it; None otherwise.
     """
 
     x: Tensor
     start: int
+    cache: SummarizedLayer | None
+
+
+class SummarizedLayer(DynamicLayer):
+    """Layer of transformers' cache that holds the keys and values of an encoder, and their key-value summaries.
+
+    Batch rows of the summaries are reordered, repeated and selected together with those of the keys.
+    """
+
+    summaries: ContextSummaries | None = None
+    """Summaries of the keys and values; None until they are computed."""
+    real: Tensor | None = None
+    """Mask of the keys that the summaries contain, ``[B, Nk]`` bool; None if they contain all keys."""
+    summarized: Tensor | None = None
+    """Keys that the summaries contain."""
+
+    @classmethod
+    def put_in(cls, cache: EncoderDecoderCache, index: int) -> SummarizedLayer | None:
+        """Return the layer of a cache that an earlier call has filled, which becomes a layer of this class.
+
+        Args:
+            cache: cache of an encoder-decoder model.
+            index: number of the layer.
+
+        Returns:
+            The layer; None if no call has filled it, or if its keys are moved between devices or have a fixed size.
+        """
+        layers = cache.cross_attention_cache.layers
+        if not cache.is_updated.get(index) or getattr(cache.cross_attention_cache, "offloading", False):
+            return None
+        if type(layers[index]) is DynamicLayer:
+            filled, layers[index] = layers[index], cls()
+            vars(layers[index]).update(vars(filled))
+        return layers[index] if isinstance(layers[index], cls) else None
+
+    def read(self, attention: CrossAttention, k: Tensor, v: Tensor, real: Tensor | None) -> ContextSummaries | None:
+        """Return the summaries of keys and values, which are computed in the first call.
+
+        Args:
+            attention: replacement of the attention.
+            k: keys of this layer, ``[B, H, Nk, Dk]``.
+            v: values of this layer, ``[B, H, Nk, Dv]``.
+            real: mask of keys that are not padding, ``[B, Nk]`` bool; None without padding.
+
+        Returns:
+            The summaries; None if those of this layer are of different keys or of a different mask.
+        """
+        if self.summaries is None:
+            moved, (keys, values) = padding_to_end(real, k.transpose(1, 2), v.transpose(1, 2))
+            projections = CrossProjections(lambda x: x, lambda _: (keys, values), lambda out: out)
+            self.summaries = attention.summarize(keys.flatten(2), moved, projections=projections)
+            self.real, self.summarized = real, k
+        same = real is self.real or (real is not None and self.real is not None and torch.equal(real, self.real))
+        return self.summaries if same and k is self.summarized else None
+
+    @override
+    def reset(self) -> None:
+        super().reset()
+        self.summaries = self.real = self.summarized = None
+
+    @override
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)
+        self._select(beam_idx)
+
+    @override
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        rows = torch.arange(len(self.keys)).repeat_interleave(repeats)
+        super().batch_repeat_interleave(repeats)
+        self._select(rows)
+
+    @override
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(len(self.keys))[indices.cpu()]  # indices may be a mask
+        super().batch_select_indices(indices)
+        self._select(rows)
+
+    def _select(self, rows: Tensor) -> None:
+        if self.summaries is not None:
+            self.summaries = self.summaries.select(rows)
+            self.real = None if self.real is None else self.real[rows.to(self.real.device)]
+            self.summarized = self.keys
 
 
 def install(module: Any, attention: CrossAttention) -> None:
@@ -70,7 +159,12 @@ def _keep_call(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     x, cache = args[0] if args else kwargs["hidden_states"], kwargs.get("past_key_values")
     # the self-attention of this layer has already added these tokens to its part of the cache
     start = 0 if cache is None else int(cache.get_seq_length(module.layer_idx)) - x.shape[1]
-    module.call = CrossCall(x, start)
+    # under torch.compile the cache may not change, and with gradients the summaries would keep a graph alive
+    reads_summaries = module.swapped.summarizes and isinstance(cache, EncoderDecoderCache) and not has_no_values(x)
+    filled = None
+    if reads_summaries and not torch.is_grad_enabled():
+        filled = SummarizedLayer.put_in(cache, module.layer_idx)
+    module.call = CrossCall(x, start, filled)
 
 
 def _refuse_left_padding(position: int, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,14 +206,19 @@ def cross_attention(
         ValueError: if the mask hides different tokens from different queries or adds biases to scores, or if dense mixing
             coefficients do not reach as far as the tokens.
     """
-    (x, start), attention = module.call, module.swapped
+    (x, start, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
     # the factor is 1 for the usual scaling by the root of the key width; T5 and Whisper have a different one
     q = (query * (options["scaling"] * query.shape[-1] ** 0.5)).transpose(1, 2)
     real = context_mask(attention_mask, key.shape[2], key.shape[0])
-    real, (k, v) = padding_to_end(real, key.transpose(1, 2), value.transpose(1, 2))
-    projections = CrossProjections(lambda _: q, lambda _: (k, v), lambda out: out)
-    out = attention(x, k.flatten(2), context_mask=real, start=start, projections=projections)
+    summaries = None if cache is None else cache.read(attention, key, value, real)
+    if summaries is not None:
+        projections = CrossProjections(lambda _: q, lambda _: (key, value), lambda out: out)
+        out = attention(x, summaries, start=start, projections=projections)
+    else:
+        real, (k, v) = padding_to_end(real, key.transpose(1, 2), value.transpose(1, 2))
+        projections = CrossProjections(lambda _: q, lambda _: (k, v), lambda out: out)
+        out = attention(x, k.flatten(2), context_mask=real, start=start, projections=projections)
     return out.unflatten(-1, (query.shape[1], -1)), None
 
 

@@ -23,6 +23,7 @@ from typing_extensions import override
 
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.swap import swapped_layers, transfer_loss
+from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.system.lightning_private import ddp_options
 from lightning_mhla.training.module import TrainingModule
 
@@ -318,7 +319,7 @@ def check_layer_steps(
         ValueError: if the strategy or the model does not support such training. The message says what to change.
     """
     strategy = trainer.strategy
-    if not swapped_layers(network):
+    if not host_of(network).replaced(network):
         raise ValueError("distillation.layer_steps matches replaced layers, and none is replaced; see layer_kinds")
     if shards_weights(trainer):
         raise ValueError(

@@ -317,7 +317,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             log_origin(checkpoint)
         if memory := checkpoint.get("hyper_parameters"):
             checkpoint["hyper_parameters"] = present_options("model", type(self), memory)
-        check_attention(checkpoint, self.hparams.get("attention"))
+        check_attention(checkpoint, self.hparams)
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._prepare_resume(checkpoint)
         check_weights(checkpoint, self.state_dict())

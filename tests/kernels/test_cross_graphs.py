@@ -158,7 +158,7 @@ def test_opcheck(form: str) -> None:
     layout = CrossLayout(TokenLayout(20, 8), TokenLayout(13, 8))
     mask = (torch.arange(13, device=DEVICE) < 9)[None]
     call = CrossArguments(
-        q, k, v, matrix, *cross_tables(layout, form, True, q.device), None, mask, None, None, 8, 8, None, None, True,
+        q, k, v, [matrix], *cross_tables(layout, form, True, q.device), None, mask, None, None, 8, 8, None, None, True,
         1e-6, form, "",
     )  # fmt: skip
     utilities = ("test_schema", "test_faketensor", "test_autograd_registration", "test_aot_dispatch_dynamic")

@@ -26,6 +26,42 @@ MHLA = {"kind": "mhla", "block_grid": [4, 4], "block_size": None}
 def test_attention_of_a_checkpoint(run: dict[str, Any] | None, message: str | None) -> None:
     checkpoint = {"hyper_parameters": {"attention": MHLA}}
     if message is None:
+        compat.check_attention(checkpoint, {"attention": run})
+        return
+    with pytest.raises(ValueError, match=message):
+        compat.check_attention(checkpoint, {"attention": run})
+
+
+CROSS = {"kind": "mhla", "block_grid": [4, 4], "key_block_size": 8, "key_tokens": None}
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "message"),
+    [
+        (CROSS, {"cross_attention": CROSS}, None),
+        (None, {"cross_attention": None}, None),
+        (CROSS, {}, None),  # a model without the option
+        (
+            CROSS,
+            {"cross_attention": None},
+            "cross_attention 'mhla', this run asks for none; set --model.cross_attention.kind=mhla and",
+        ),
+        (
+            None,
+            {"cross_attention": CROSS},
+            r"cross_attention none, this run asks for 'mhla'; set --model\.cross_attention=null",
+        ),
+        (CROSS, {"cross_attention": {**CROSS, "key_block_size": 4}}, r"set --model\.cross_attention\.key_block_size=8"),
+        (
+            CROSS,
+            {"cross_attention": {**CROSS, "kind": "linear"}},
+            "cross_attention kind 'mhla', this run asks for 'linear'",
+        ),
+    ],
+)
+def test_cross_attention_of_a_checkpoint(saved: Any, run: dict[str, Any], message: str | None) -> None:
+    checkpoint = {"hyper_parameters": {"attention": MHLA, "cross_attention": saved}}
+    if message is None:
         compat.check_attention(checkpoint, run)
         return
     with pytest.raises(ValueError, match=message):
@@ -34,7 +70,8 @@ def test_attention_of_a_checkpoint(run: dict[str, Any] | None, message: str | No
 
 def test_blocks_matter_to_mhla_alone() -> None:
     softmax = {"kind": "softmax", "block_grid": None}
-    compat.check_attention({"hyper_parameters": {"attention": softmax}}, {**softmax, "block_grid": [2, 2]})
+    run = {"attention": {**softmax, "block_grid": [2, 2]}}
+    compat.check_attention({"hyper_parameters": {"attention": softmax}}, run)
 
 
 def test_changed_options_are_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -151,6 +151,36 @@ def test_pieces_of_a_sequence_give_the_outputs_of_the_complete_sequence(mixing: 
     torch.testing.assert_close(torch.cat(pieces, 1), layer(x, context), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mixing_per_head": True, "gate": True},
+        {"key_value_heads": 1, "normalize": False, "feature_map": "elu"},
+        {"mixing": "exponential", "feature_map": "learned"},
+        {"kind": "linear"},
+    ],
+    ids=["per head", "plain", "exponential", "linear"],
+)
+def test_summaries_of_a_context_are_read_like_its_tokens(options: dict[str, Any]) -> None:
+    """Pieces that end inside blocks, single tokens, and masks on both sides."""
+    layer = build(SEQUENCE, TEXT, **options)
+    x, context = tokens(24, 18)
+    mask, readable = torch.ones(2, 24).bool(), torch.ones(2, 18).bool()
+    mask[0, 9:12], readable[1, 5:] = False, False
+    summaries = layer.summarize(context, readable)
+    for a, b in pairwise((0, 7, 8, 9, 19, 24)):
+        piece = {"mask": mask[:, a:b], "start": a}
+        want = layer(x[:, a:b], context, context_mask=readable, **piece)
+        torch.testing.assert_close(layer(x[:, a:b], summaries, **piece), want, rtol=1e-9, atol=1e-9)
+    swapped_rows = summaries.select(torch.tensor([1, 0]))
+    want = layer(x, context.flip(0), context_mask=readable.flip(0))
+    torch.testing.assert_close(layer(x, swapped_rows), want, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="summaries contain the mask and the layout of their context"):
+        layer(x, summaries, context_mask=readable)
+    with pytest.raises(ValueError, match="kind 'softmax' has no summaries"):
+        build(SEQUENCE, TEXT, kind="softmax").summarize(context)
+
+
 @pytest.mark.parametrize("kind", ["mhla", "linear", "softmax"])
 def test_hidden_tokens_change_nothing(kind: str) -> None:
     layer = build(kind=kind)

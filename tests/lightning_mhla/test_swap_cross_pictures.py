@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from diffusers.models.attention_processor import AttnProcessor
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, CrossAttentionConfig, load_swapped, swap_attention
-from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap import read_texts_once, swapped_layers
 
 SANA = {
     "in_channels": 4, "out_channels": 4, "num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8,
@@ -74,7 +75,7 @@ def output(model: Any, name: str, context: Tensor, mask: Tensor | None = None) -
     if name == "PixArt":
         options["added_cond_kwargs"] = {"resolution": None, "aspect_ratio": None}
     times = torch.tensor([30, 900])
-    out: Tensor = model(sample(name), encoder_hidden_states=context, timestep=times, **options).sample
+    out: Tensor = model(sample(name).to(context.dtype), encoder_hidden_states=context, timestep=times, **options).sample
     return out
 
 
@@ -270,3 +271,37 @@ def test_timm_has_no_cross_attention() -> None:
     with pytest.raises(ValueError, match="VisionTransformer has no cross-attention; leave out cross=True"):
         swap_attention(model, AttentionConfig(block_grid=[2, 2]), cross=True)
     assert swapped_layers(model, cross=True) == {}
+
+
+@pytest.mark.parametrize("kind", ["mhla", "linear", "softmax"])
+@pytest.mark.parametrize("name", MODELS)
+def test_texts_that_are_read_once_give_the_same_samples(name: str, kind: str) -> None:
+    """Three texts in turn, two of which differ in the mask, in float64; then one of them after a change of the weights."""
+    model = swapped(tiny(name), name, kind).double()
+    texts, runs = (text().double(), text(7).double(), text().double()), []
+    masks: list[Tensor | None] = [None] * 3
+    if name in ("SANA", "PixArt"):
+        masks[:2] = [(torch.arange(x.shape[1]) < torch.tensor([[99], [6]])).double() for x in texts[:2]]
+    for scope in (nullcontext, read_texts_once):
+        with scope(model):
+            runs.append([output(model, name, x, mask) for _ in range(2) for x, mask in zip(texts, masks, strict=True)])
+    for plain, remembered in zip(*runs, strict=True):
+        torch.testing.assert_close(remembered, plain, rtol=1e-9, atol=1e-9)
+    with torch.no_grad():
+        for block in getattr(model, "blocks", None) or model.transformer_blocks:
+            block.attn2.to_k.weight.mul_(-1)
+    with read_texts_once(model):
+        changed = output(model, name, texts[0], masks[0])
+    torch.testing.assert_close(changed, output(model, name, texts[0], masks[0]), rtol=1e-9, atol=1e-9)
+    assert not torch.equal(changed, runs[1][0])
+
+
+def test_keys_of_a_text_are_projected_once() -> None:
+    model, calls = swapped(tiny("Wan"), "Wan"), []
+    model.blocks[0].attn2.to_k.register_forward_hook(lambda *_: calls.append(1))
+    with read_texts_once(model):
+        for context in (text(), text(7), text(), text(7), text()):
+            output(model, "Wan", context)
+    assert len(calls) == 2
+    output(model, "Wan", text())
+    assert len(calls) == 3

@@ -122,10 +122,24 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor, mix: Callable[[Tensor], Tenso
     Returns:
         Outputs, ``[B, H, Mq, C, V]``.
     """
-    out = q @ mix(k.transpose(-1, -2) @ v)
-    if not weighting.normalize:
-        return _weigh(out, None, weighting)
-    return _weigh(out, (q @ mix(k.sum(-2))[..., None]).squeeze(-1), weighting)
+    mixed = mix(k.transpose(-1, -2) @ v)
+    return read_mixtures(q, mixed, mix(k.sum(-2)) if weighting.normalize else None, weighting)
+
+
+def read_mixtures(q: Tensor, mixed: Tensor, totals: Tensor | None, weighting: Weighting) -> Tensor:
+    """Compute the outputs of queries from the mixture of summaries that their block reads.
+
+    Args:
+        q: queries in M blocks of C token positions, ``[B, H, M, C, K]``.
+        mixed: mixtures of sums of ``k^T v``, ``[B, H, M, K, V]``.
+        totals: mixtures of sums of k, ``[B, H, M, K]``; None without normalization.
+        weighting: normalization of the attention weights.
+
+    Returns:
+        Outputs, ``[B, H, M, C, V]``.
+    """
+    normalizer = None if totals is None else (q @ totals[..., None]).squeeze(-1)
+    return _weigh(q @ mixed, normalizer, weighting)
 
 
 def _weigh(out: Tensor, normalizer: Tensor | None, weighting: Weighting) -> Tensor:

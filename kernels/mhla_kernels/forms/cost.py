@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from mhla_kernels.backend import ChosenForm
 from mhla_kernels.forms.chunked import TILE
@@ -93,32 +93,22 @@ def cheapest_form(
     Returns:
         Name of the form: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
     """
-    # the fused kernels compute a wide output in parts, each of which scores all pairs again
-    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
-    inside = key_width + value_width + cost["pair"]
-    pair, products, mixing = inside, 2, 1
-    if fused:
-        inside = parts * (key_width + cost["pair"]) + 2 * value_width  # a float32 score is two bfloat16 pieces
-        pair = inside + 2 * SPAN * parts  # a coefficient is two bfloat16 pieces too
-        products, mixing = 3, 3
-    parallel = tokens * tokens * pair
+    units, mixed = _unit_costs(key_width, value_width, backend), blocks if work is None else work
+    costs = _costs_of_sides((tokens, tokens), (blocks, blocks), blocks * mixed, key_width * value_width, units)
+    cost, fused = CONSTANTS[backend], backend == "triton"
     if causal and fused:
-        parallel /= 2  # the PyTorch form also computes the masked half
-    mixed = blocks if work is None else work
-    summary = key_width * value_width
-    chunked = (products * tokens + mixing * blocks * mixed + cost["summary"] * blocks) * summary
+        costs["parallel"] /= 2  # the PyTorch form also computes the masked half
     if causal is True:  # pairs inside a block are scored
-        chunked += cost["token"] * tokens * (key_width + value_width)
-        chunked += tokens * min(-(-tokens // max(blocks, 1)), TILE) * inside
-    costs: dict[ChosenForm, float] = {"parallel": parallel, "chunked": chunked}
+        costs["chunked"] += cost["token"] * tokens * (key_width + value_width)
+        costs["chunked"] += tokens * min(-(-tokens // max(blocks, 1)), TILE) * units.pair_inside
     size = -(-tokens // max(blocks, 1))
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
         # on a CPU the sums stay in the cache, so that moving them costs nothing
-        products, moved, pair = 2, 0.0, key_width + value_width
+        products, moved, pair = 2, 0.0, float(key_width + value_width)
         if fused:  # weighted tokens and sums are two bfloat16 pieces each
-            products, moved, pair = 4, cost["summary"] / chunk, inside + 2 * SPAN * parts
-        spanning = (products + moved) * tokens * terms * summary + tokens * chunk * pair / (
+            products, moved, pair = 4, cost["summary"] / chunk, units.pair
+        spanning = (products + moved) * tokens * terms * key_width * value_width + tokens * chunk * pair / (
             1 + (causal is True and fused)
         )
         costs["spanning"] = spanning + cost["token"] * tokens * (key_width + value_width)
@@ -153,23 +143,68 @@ def cheapest_cross_form(
         rows: batch size times number of heads.
         backend: ``"torch"`` or ``"triton"``.
     """
-    cost, fused, parts = CONSTANTS[backend], backend == "triton", -(-value_width // OUTPUTS)
-    pair = key_width + value_width + cost["pair"]
-    reading, mixing = 1, 1
-    if fused:
-        pair = parts * (key_width + cost["pair"]) + 2 * value_width + 2 * SPAN * parts
-        reading, mixing = 2, 3
-    products = tokens[1] + reading * tokens[0] + mixing * blocks[0] * blocks[1] + cost["summary"] / 2 * sum(blocks)
-    costs: dict[ChosenForm, float] = {
-        "parallel": tokens[0] * tokens[1] * pair,
-        "chunked": products * key_width * value_width,
-    }
+    units = _unit_costs(key_width, value_width, backend)
+    costs = _costs_of_sides(tokens, blocks, blocks[0] * blocks[1], key_width * value_width, units)
     if _limit < float("inf"):
-        scores = 0 if fused else 2 * tokens[0] * tokens[1]
+        summary = key_width * (value_width + 1)
         costs = _within_limit(
-            costs, {"parallel": rows * scores, "chunked": rows * sum(blocks) * key_width * (value_width + 1)}
+            costs, {form: rows * _held_by_sides(form, tokens, blocks, summary, backend) for form in costs}
         )
     return "parallel" if _cheapest(costs) == "parallel" else "chunked"
+
+
+class UnitCosts(NamedTuple):
+    """Multiply-adds of the parts of attention, for one batch row and head.
+
+    Attributes:
+        pair_inside: cost of a pair of tokens whose weight has no coefficient, or one that all pairs of a block share.
+        pair: cost of a pair of tokens with a mixing coefficient of its own.
+        query: cost of a query that reads a mixture of summaries, in multiples of the numbers of a summary.
+        mixing: cost of adding a summary to a mixture, in the same unit.
+        summary: cost of writing or reading a summary, in the same unit.
+    """
+
+    pair_inside: float
+    pair: float
+    query: int
+    mixing: int
+    summary: float
+
+
+def _unit_costs(key_width: int, value_width: int, backend: Literal["torch", "triton"]) -> UnitCosts:
+    cost = CONSTANTS[backend]
+    if backend == "torch":
+        pair = key_width + value_width + cost["pair"]
+        return UnitCosts(pair, pair, 1, 1, cost["summary"] / 2)
+    parts = -(-value_width // OUTPUTS)  # a wide output is computed in parts, each of which scores all pairs again
+    inside = parts * (key_width + cost["pair"]) + 2 * value_width  # a float32 score is two bfloat16 pieces
+    # a coefficient is two bfloat16 pieces too, and a mixture three
+    return UnitCosts(inside, inside + 2 * SPAN * parts, 2, 3, cost["summary"] / 2)
+
+
+def _costs_of_sides(
+    tokens: tuple[int, int], blocks: tuple[int, int], mixed: int, numbers: int, units: UnitCosts
+) -> dict[ChosenForm, float]:
+    """Return the costs of the forms without causality, with queries and keys that may be different tokens.
+
+    Args:
+        tokens: number of queries and number of keys.
+        blocks: number of query blocks and number of key blocks.
+        mixed: number of summaries that are added to mixtures.
+        numbers: numbers of a summary.
+        units: costs of the parts.
+    """
+    products = tokens[1] + units.query * tokens[0] + units.mixing * mixed + units.summary * (blocks[0] + blocks[1])
+    return {"parallel": tokens[0] * tokens[1] * units.pair, "chunked": products * numbers}
+
+
+def _held_by_sides(
+    form: ChosenForm, tokens: tuple[int, int], blocks: tuple[int, int], numbers: int, backend: str
+) -> int:
+    """Return how many float32 values the parallel or the chunked form holds for one batch row and head."""
+    if form == "parallel":
+        return 0 if backend == "triton" else 2 * tokens[0] * tokens[1]
+    return (blocks[0] + blocks[1]) * numbers
 
 
 def _within_limit(costs: dict[ChosenForm, float], numbers: dict[ChosenForm, int]) -> dict[ChosenForm, float]:
@@ -211,10 +246,8 @@ def numbers_held(
         backend: ``"torch"`` or ``"triton"``.
     """
     summary = key_width * (value_width + 1)
-    if form == "parallel":
-        return 0 if backend == "triton" else 2 * tokens * tokens
-    if form == "chunked":
-        return 2 * blocks * summary
+    if form != "spanning":
+        return _held_by_sides(form, (tokens, tokens), (blocks, blocks), summary, backend)
     chunk = chunk_tokens(tokens, -(-tokens // max(blocks, 1)), backend)
     sums = -(-tokens // chunk) * terms * summary
     return sums if backend == "triton" else 3 * sums + 2 * tokens * (terms * key_width + chunk)

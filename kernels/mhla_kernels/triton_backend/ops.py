@@ -1,13 +1,16 @@
-"""Registration of attention as ``torch.ops.mhla.attention``, with a fake kernel, an autograd formula and a FLOP count.
+"""Registration of attention as operators of torch, with fake kernels, autograd formulas and FLOP counts.
 
-The operator takes plain tensors and numbers only, so that ``torch.compile``, ``torch.export`` and activation checkpointing see
-one opaque call. Its schema is made from :class:`Arguments`. :func:`mhla_kernels.mhla_attention` checks the arguments first, and
-handles empty inputs without this operator.
+``torch.ops.mhla.attention`` is registered here, and ``torch.ops.mhla.cross_attention`` in the same way by
+:mod:`mhla_kernels.triton_backend.cross.ops`. An operator takes plain tensors and numbers only, so that ``torch.compile``,
+``torch.export`` and activation checkpointing see one opaque call. Its schema is made from the named tuple of its arguments.
+:func:`mhla_kernels.mhla_attention` checks the arguments first, and handles empty inputs without these operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import islice
+from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
@@ -40,118 +43,120 @@ def make_schema(arguments: Any) -> str:
     )
 
 
-SCHEMA = make_schema(Arguments)
-TENSORS = Arguments._fields.index("block_size")
-"""Number of leading arguments that are tensors or lists of tensors."""
+def register_attention(
+    name: str,
+    arguments_class: Any,
+    sides: Callable[[Any], tuple[Call, Call]],
+    fallback: ModuleType,
+    operations: Callable[[Any], int],
+) -> None:
+    """Register a form of attention as the operators ``torch.ops.mhla.{name}`` and ``torch.ops.mhla.{name}_backward``.
 
+    The parameters of the first operator are the fields of ``arguments_class``. It returns the outputs, ``[B, Nq, H, V]``,
+    contiguous. The second one takes the gradient of the outputs and four flags (whether to compute the gradient of q, of k, of
+    v, and of all coefficients) before these fields. It returns the gradients of q, of k and of v, and a list with the gradient
+    of each coefficient tensor. A gradient that is not wanted is a tensor without elements.
 
-@torch.library.custom_op("mhla::attention", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
-def attention(*arguments: Any) -> Tensor:
-    """Compute attention with the Triton kernels; registered as the operator ``torch.ops.mhla.attention``.
-
-    If the kernels fail, PyTorch computes the result. If the field ``guard`` of the arguments is empty, the error is raised
-    instead.
-
-    Args:
-        arguments: values of the fields of :class:`Arguments`, in order.
-
-    Returns:
-        Outputs, ``[B, N, H, V]``, contiguous.
-    """
-    named = Arguments(*arguments)
-
-    def run() -> Tensor:
-        with torch.cuda.device_of(named.q):
-            call = Call(named)
-            return launch.forward(call, call)
-
-    out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
-    return out
-
-
-@attention.register_fake
-def _(*arguments: Any) -> Tensor:
-    v = Arguments(*arguments).v
-    return v.new_empty(v.shape)
-
-
-@torch.library.custom_op(
-    "mhla::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor gradient, bool[] needs_gradient, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor[])",
-)
-def attention_backward(
-    gradient: Tensor, needs_gradient: list[bool], *arguments: Any
-) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    """Compute the gradients of attention with the Triton kernels; registered as ``torch.ops.mhla.attention_backward``.
-
-    If the kernels fail, PyTorch computes the result. If the field ``guard`` of the arguments is empty, the error is raised
-    instead.
+    If the Triton kernels fail, PyTorch computes the result. If the field ``guard`` of the arguments is empty, the error is
+    raised instead.
 
     Args:
-        gradient: gradient of the outputs, ``[B, N, H, V]``.
-        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
-        arguments: values of the fields of :class:`Arguments`, in order.
-
-    Returns:
-        Gradients of q, of k and of v, and a list with the gradient of each coefficient tensor. A gradient that is not wanted is
-        a tensor without elements.
+        name: name of the operator.
+        arguments_class: named tuple whose first fields are q, k, v and ``coefficients`` (a list). Other tensors and lists of
+            tensors follow, then the number ``block_size``, further numbers and options, among them ``guard``.
+        sides: function from an object of this class to the calls of the kernels for the queries and for the keys.
+        fallback: module with the functions ``outputs`` and ``gradients``, which compute both operators in PyTorch.
+        operations: function that counts the additions and multiplications in the matrix products of a forward pass, from an
+            object of this class with shapes in place of tensors.
     """
-    named = Arguments(*arguments)
+    schema, tensors = make_schema(arguments_class), arguments_class._fields.index("block_size")
 
-    def run() -> list[Tensor | None]:
-        with torch.cuda.device_of(named.q):
-            call = Call(named)
-            return launch.backward(call, call, gradient, needs_gradient)
+    def forward(*arguments: Any) -> Tensor:
+        named = arguments_class(*arguments)
 
-    gradients = guarded(named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named))
-    dq, dk, dv, *of_coefficients = no_missing(gradients, (named.q, named.k, named.v, *named.coefficients))
-    return dq, dk, dv, of_coefficients
+        def run() -> Tensor:
+            with torch.cuda.device_of(named.q):
+                return launch.forward(*sides(named))
+
+        out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
+        return out
+
+    def fake_forward(*arguments: Any) -> Tensor:
+        q, _, v = arguments[:3]
+        out: Tensor = v.new_empty(*q.shape[:3], v.shape[-1])
+        return out
+
+    def backward(
+        gradient: Tensor, needs_gradient: list[bool], *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        named = arguments_class(*arguments)
+
+        def run() -> list[Tensor | None]:
+            with torch.cuda.device_of(named.q):
+                return launch.backward(*sides(named), gradient, needs_gradient)
+
+        gradients = guarded(
+            named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named)
+        )
+        dq, dk, dv, *of_coefficients = _no_missing(gradients, (named.q, named.k, named.v, *named.coefficients))
+        return dq, dk, dv, of_coefficients
+
+    def fake_backward(
+        gradient: Tensor, needs_gradient: list[bool], *arguments: Any
+    ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        def like(x: Tensor, needed: bool) -> Tensor:
+            return x.new_empty(x.shape if needed else 0)
+
+        dq, dk, dv = map(like, arguments[:3], needs_gradient[:3])
+        return dq, dk, dv, [like(x, needs_gradient[3]) for x in arguments[3]]
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.options = inputs[tensors:]
+        # flat, since save_for_backward takes no lists
+        ctx.lengths = [len(x) if isinstance(x, (list, tuple)) else None for x in inputs[:tensors]]
+        ctx.save_for_backward(*(
+            x for argument, length in zip(inputs, ctx.lengths, strict=False)
+            for x in ([argument] if length is None else argument)
+        ))  # fmt: skip
+
+    def differentiate(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = iter(ctx.saved_tensors)
+        arguments = [next(saved) if length is None else list(islice(saved, length)) for length in ctx.lengths]
+        needs_coefficients = ctx.needs_input_grad[3]
+        needs_gradient = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
+        *of_tokens, of_coefficients = backward_operator(gradient, needs_gradient, *arguments, *ctx.options)
+        return (
+            *(x if needed else None for x, needed in zip(of_tokens, needs_gradient[:3], strict=True)),
+            [x if needed else None for x, needed in zip(of_coefficients, needs_coefficients, strict=True)],
+            *(
+                None if length is None else [None] * length for length in ctx.lengths[4:]
+            ),  # torch wants a list for a list
+            *(None,) * len(ctx.options),  # numbers and options have no gradient
+        )
+
+    operator = torch.library.custom_op(f"mhla::{name}", forward, mutates_args=(), schema=f"({schema}) -> Tensor")
+    operator.register_fake(fake_forward)
+    of_gradients = torch.library.custom_op(
+        f"mhla::{name}_backward",
+        backward,
+        mutates_args=(),
+        schema=f"(Tensor gradient, bool[] needs_gradient, {schema}) -> (Tensor, Tensor, Tensor, Tensor[])",
+    )
+    of_gradients.register_fake(fake_backward)
+    forward_operator, backward_operator = (getattr(torch.ops.mhla, x) for x in (name, f"{name}_backward"))
+    # counts for torch.utils.flop_counter.FlopCounterMode; a backward pass has twice the products of its forward pass
+    register_flop_formula(forward_operator)(lambda *shapes, **_: operations(arguments_class(*shapes)))
+    register_flop_formula(backward_operator)(lambda _, needed, *shapes, **__: 2 * operations(arguments_class(*shapes)))
+    operator.register_autograd(differentiate, setup_context=setup_context)
 
 
-def no_missing(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
+def _no_missing(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Return one gradient for each input: an empty tensor for one that was not computed, or is missing at the end of the list.
 
     A registered operator cannot return None for a tensor.
     """
     every = [*gradients, *[None] * (len(inputs) - len(gradients))]
     return [like.new_empty(0) if x is None else x.contiguous() for x, like in zip(every, inputs, strict=True)]
-
-
-@attention_backward.register_fake
-def _(gradient: Tensor, needs_gradient: list[bool], *arguments: Any) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    q, k, v, coefficients = arguments[:4]
-    dq, dk, dv = (
-        x.new_empty(x.shape if needed else 0) for x, needed in zip((q, k, v), needs_gradient[:3], strict=True)
-    )
-    return dq, dk, dv, [x.new_empty(x.shape if needs_gradient[3] else 0) for x in coefficients]
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    arguments = Arguments(*inputs)
-    ctx.options, ctx.coefficients = arguments[TENSORS:], len(arguments.coefficients)
-    q, k, v, coefficients, tables, *optional = inputs[:TENSORS]
-    # flat, since save_for_backward takes no lists
-    ctx.save_for_backward(q, k, v, *optional, *coefficients, *tables)
-
-
-def _backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    q, k, v, key_mask, cu_seqlens, *lists = ctx.saved_tensors
-    coefficients, tables = lists[: ctx.coefficients], lists[ctx.coefficients :]
-    needs_coefficients = ctx.needs_input_grad[3]
-    needs_gradient = [*ctx.needs_input_grad[:3], any(needs_coefficients)]
-    *of_tokens, of_coefficients = torch.ops.mhla.attention_backward(
-        gradient, needs_gradient, q, k, v, coefficients, tables, key_mask, cu_seqlens, *ctx.options
-    )
-    coefficient_gradients = [
-        x if needed else None for x, needed in zip(of_coefficients, needs_coefficients, strict=True)
-    ]
-    return (
-        *(x if needed else None for x, needed in zip(of_tokens, needs_gradient[:3], strict=True)),
-        coefficient_gradients,
-        [None] * len(tables),  # torch wants a list for a list
-        *(None,) * (len(Arguments._fields) - 5),  # numbers and options have no gradient
-    )
 
 
 def _operations(shapes: Any) -> int:
@@ -178,16 +183,9 @@ def _operations(shapes: Any) -> int:
     return int(2 * batch * heads * (products + (pairs if token_causal or shapes.form == "spanning" else 0)))
 
 
-@register_flop_formula(torch.ops.mhla.attention)
-def _forward_operations(*arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a forward pass of attention, for ``torch.utils.flop_counter.FlopCounterMode``."""
-    return _operations(Arguments(*arguments))
+def _sides(arguments: Arguments) -> tuple[Call, Call]:
+    call = Call(arguments)
+    return call, call
 
 
-@register_flop_formula(torch.ops.mhla.attention_backward)
-def _backward_operations(gradient: Any, needs_gradient: Any, *arguments: Any, out_shape: Any = None, **_: Any) -> int:
-    """Count the operations of a backward pass of attention, as twice those of its forward pass."""
-    return 2 * _operations(Arguments(*arguments))
-
-
-attention.register_autograd(_backward, setup_context=_setup_context)
+register_attention("attention", Arguments, _sides, fallback, _operations)

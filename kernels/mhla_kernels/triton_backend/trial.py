@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,21 +97,12 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
         kind: properties of the call.
         device: device of the tensors.
     """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # not torch's default dtype
-
+    rand = random_numbers(device)
     blocks, size = MANY + 2 if kind.many else 3, kind.block_size
     if kind.form == "spanning":
         blocks = -(-2 * CHUNK["triton"] // size) + 1  # the sums of the first chunk reach the third through the second
-    tokens = blocks * size - size // 3  # the last block is short
-    offsets = bounds = None
-    if kind.layout == "uneven":
-        offsets = (0, *(size - size // 4 + i * size for i in range(blocks - 1)), tokens)
-    if kind.layout == "packed":
-        bounds = torch.tensor([0, tokens, 2 * tokens - 1], device=device)
-        tokens = 2 * tokens - 1
+    layout = trial_layout(blocks, size, kind.layout, device)
+    tokens = layout.tokens
     dtype = getattr(torch, kind.dtype)
     q, k = ((rand(1, tokens, 2, kind.key_width) - (0.5 if kind.relu else 0.0)).to(dtype) for _ in range(2))
     v = (rand(1, tokens, 2, kind.value_width) - 0.5).to(dtype)
@@ -119,7 +110,6 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
     if kind.form == "spanning":
         count = -(-chunk_tokens(tokens, size, "triton") // size)
         shapes = [(2, count, count), (2, kind.terms, count), (2, kind.terms, count), (2, kind.terms)]
-    layout = TokenLayout(tokens, 0 if offsets else size, offsets, bounds)
     return Arguments(
         q,
         k,
@@ -127,9 +117,9 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
         coefficients=[rand(*shape) for shape in shapes],
         tables=kernel_tables(layout, kind.form, shapes[0][-1], device),
         key_mask=rand(1, tokens) < 0.8 if kind.masked else None,
-        cu_seqlens=bounds,
+        cu_seqlens=layout.cu_seqlens,
         block_size=layout.block_size,
-        block_offsets=None if offsets is None else list(offsets),
+        block_offsets=None if layout.block_offsets is None else list(layout.block_offsets),
         causal=kind.causal,
         relu=kind.relu,
         eps=1e-6 if kind.normalize else None,
@@ -152,35 +142,57 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    problem = make_problem(kind, device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor, fused: bool) -> Tensor:
-        arguments = problem._replace(q=q, k=k, v=v, coefficients=list(coefficients))
-        if not fused:
-            return fallback.outputs(arguments, torch.float64)
-        out: Tensor = torch.ops.mhla.attention(*arguments)
-        return out
-
-    return compare_passes(run, list(problem[:3]), problem.coefficients)
+    return compare_passes(make_problem(kind, device), torch.ops.mhla.attention, fallback.outputs)
 
 
-def compare_passes(run: Callable[..., Tensor], tokens: list[Tensor], coefficients: list[Tensor]) -> Verdict:
+def random_numbers(device: torch.device) -> Callable[..., Tensor]:
+    """Return a function from a shape to a float32 tensor of random numbers between 0 and 1, the same ones in each trial."""
+    generator = torch.Generator(device).manual_seed(0)
+    # not torch's default dtype
+    return lambda *shape: torch.rand(shape, generator=generator, device=device, dtype=torch.float32)
+
+
+def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> TokenLayout:
+    """Divide the tokens of a trial into blocks, the last of which is short.
+
+    Args:
+        blocks: number of blocks.
+        size: tokens in the largest block.
+        name: ``"equal"`` or ``"uneven"`` for blocks of one sequence; ``"packed"`` for equal blocks of two packed sequences, of
+            which the second one is a token shorter.
+        device: device of the bounds of packed sequences.
+    """
+    tokens = blocks * size - size // 3
+    if name == "uneven":
+        return TokenLayout(tokens, 0, (0, *(size - size // 4 + i * size for i in range(blocks - 1)), tokens))
+    if name == "packed":
+        bounds = torch.tensor([0, tokens, 2 * tokens - 1], device=device)
+        return TokenLayout(2 * tokens - 1, size, cu_seqlens=bounds)
+    return TokenLayout(tokens, size)
+
+
+def compare_passes(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Verdict:
     """Compare forward and backward passes of Triton kernels with those of PyTorch in float64.
 
     Args:
-        run: function of q, k, v and the coefficients that returns the outputs. Its argument ``fused`` says whether it runs the
-            kernels, or PyTorch in float64.
-        tokens: q, k and v, in the dtype of the kernels.
-        coefficients: tensors of mixing coefficients.
+        problem: arguments of the operator.
+        operator: registered operator that runs the kernels.
+        reference: function that computes the same in PyTorch, from the arguments and a dtype.
     """
+
+    def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor, fused: bool) -> Tensor:
+        arguments = problem._replace(q=q, k=k, v=v, coefficients=list(coefficients))
+        return operator(*arguments) if fused else reference(arguments, torch.float64)
+
+    tokens, coefficients = list(problem[:3]), problem.coefficients
     start = time.perf_counter()
-    reference, reference_gradients = _differentiate(run, tokens, coefficients, fused=False)
+    expected, expected_gradients = _differentiate(run, tokens, coefficients, fused=False)
     output, gradients = _differentiate(run, tokens, coefficients, fused=True)
     bound, gradient_bound = BOUNDS[tokens[0].dtype]
-    comparisons = [compare("the output", output, reference, bound)]
+    comparisons = [compare("the output", output, expected, bound)]
     names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(coefficients))))
-    for name, gradient, reference_gradient in zip(names, gradients, reference_gradients, strict=True):
-        comparisons.append(compare(f"the gradient of {name}", gradient, reference_gradient, gradient_bound))
+    for name, gradient, expected_gradient in zip(names, gradients, expected_gradients, strict=True):
+        comparisons.append(compare(f"the gradient of {name}", gradient, expected_gradient, gradient_bound))
     wrong = [text for _, text in comparisons if text]
     errors = f"errors {comparisons[0][0]:.1e} (output), {max(error for error, _ in comparisons[1:]):.1e} (gradients)"
     return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)

@@ -11,18 +11,23 @@ from typing import Any
 from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from lightning_mhla import AttentionConfig
+from lightning_mhla import AttentionConfig, CrossAttentionConfig
+from lightning_mhla.attention.cross_mixing import DenseCrossCoefficients
 from lightning_mhla.attention.mixing import DenseCoefficients
 from lightning_mhla.checkpoints.pretrained import Pretrained, read_trained
 from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.generative.reading import read_diffusers, read_safely, read_weights_file
 from lightning_mhla.swap import SAVED, is_swapped, load_swapped, swap_attention
+from lightning_mhla.swap.host import CROSS
 from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
 ADDED = ".attn1.processor.attention."
-"""Part of the names of the parameters that replaced attention adds."""
+"""Part of the names of the parameters that replaced self-attention adds."""
+
+ADDED_CROSS = ".attn2.processor.attention."
+"""Part of the names of the parameters that replaced cross-attention adds."""
 
 CONTAINERS = ("state_dict", "model", "module")
 """Names of the entries of a training checkpoint that may hold the weights."""
@@ -60,7 +65,13 @@ def euler_scheduler(shift: float) -> FlowMatchEulerDiscreteScheduler:
     return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=shift)
 
 
-def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_kinds: Sequence[str] | None) -> Any:
+def build_transformer(
+    host: Host,
+    shape: Any,
+    attention: AttentionConfig,
+    layer_kinds: Sequence[str] | None,
+    cross_attention: CrossAttentionConfig | None = None,
+) -> Any:
     """Build a transformer with random weights and replace its attention.
 
     Args:
@@ -69,12 +80,21 @@ def build_transformer(host: Host, shape: Any, attention: AttentionConfig, layer_
         attention: options of the new attention.
         layer_kinds: pattern of attention kinds that repeats over all layers, as for :func:`lightning_mhla.swap_attention`; None
             to replace the attention of all layers.
+        cross_attention: options of the new cross-attention of all layers; None to keep the original.
 
     Returns:
         Transformer with the new attention and random weights.
+
+    Raises:
+        ValueError: if the attention of the transformer cannot be replaced in this way.
     """
     model = host.transformer(**asdict(shape))
     swap_attention(model, attention, layer_kinds=layer_kinds)
+    if cross_attention is not None:
+        try:
+            swap_attention(model, cross_attention, cross=True)
+        except ValueError as error:
+            raise ValueError(f"cross_attention: {error}; cross_attention: null keeps the original") from error
     return model
 
 
@@ -146,7 +166,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
     The weights may come from training with the original attention or with the same replacement attention as in ``model``.
     Parameters of the replacement attention and of LoRA adapters keep their current values if the weights lack them. If the
-    weights were trained with a different grid of MHLA blocks, the mixing coefficients are resized.
+    weights were trained with a different grid of MHLA blocks, the mixing coefficients of self-attention are resized.
 
     Args:
         model: transformer of the class that ``host`` describes, changed in place.
@@ -159,7 +179,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
         ValueError: if the source cannot be read safely, contains unmerged LoRA adapters, lacks weights of the original model,
             or has weights whose name or shape does not fit ``model``.
     """
-    model_state, blocks = model.state_dict(), _blocks_of(path)
+    model_state, (blocks, cross_blocks) = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, model_state): tensor for name, tensor in read_weights(path, host).items()}
     mixing = {
         f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, DenseCoefficients)
@@ -173,14 +193,21 @@ def load_weights(model: Any, path: str, host: Host) -> None:
         for n, t in state.items()
         if n in model_state and t.shape != model_state[n].shape
     ]
+    mismatched += [
+        f"blocks {list(cross_blocks)} for {list(module.grid)} in {name}"
+        for name, module in model.named_modules()
+        if isinstance(module, DenseCrossCoefficients) and f"{name}.weight" in state and cross_blocks
+        if tuple(cross_blocks) != module.grid
+    ]
     unexpected = sorted(set(state) - set(model_state))
     if mismatched or unexpected:
         raise ValueError(
             f"the weights of {path} have different shapes or attention: {'; '.join([*mismatched, *unexpected][:3])}; set "
-            "transformer, attention and layer_kinds as in their training"
+            "transformer, attention, layer_kinds and cross_attention as in their training"
         )
     added = [name for name in model_state if name not in state]
-    missing = [name for name in added if ADDED not in name and ".lora_" not in name]
+    new = (ADDED, ADDED_CROSS, ".lora_")
+    missing = [name for name in added if not any(part in name for part in new)]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing[:3])} ({len(missing)} tensors)")
     model.load_state_dict(state, strict=False)
@@ -190,13 +217,17 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     )
 
 
-def _blocks_of(path: str) -> tuple[int, ...] | None:
-    """Return the number of MHLA blocks along each axis for the weights at ``path``; None if unknown or if no layer is MHLA."""
+def _blocks_of(path: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Return the number of MHLA blocks along each axis, in self-attention and in cross-attention, for the weights at ``path``.
+
+    None in place of a number that is unknown, or without MHLA layers.
+    """
     if (trained := read_trained(path)) is not None:
-        return trained.block_grid
+        cross = {"attention": trained.options.get("cross_attention")}
+        return trained.block_grid, Pretrained({}, cross).block_grid
     folder = next((folder for folder in (Path(path), Path(path) / "transformer") if is_swapped(folder)), None)
     saved: Any = {} if folder is None else read_json(folder / "config.json")[SAVED]
-    return Pretrained({}, saved).block_grid
+    return Pretrained({}, saved).block_grid, Pretrained({}, saved.get(CROSS, {})).block_grid
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:

@@ -14,7 +14,7 @@ from lightning import Callback
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla import AttentionConfig
+from lightning_mhla import AttentionConfig, CrossAttentionConfig
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.generative.codecs import FrozenVAE
 from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
@@ -45,6 +45,8 @@ class CaptionedDiffusion(GenerativeModule):
         transformer: options of the transformer, such as its width and its number of layers.
         layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
             and "replace" uses attention.kind. null replaces the attention of all layers.
+        cross_attention: options of the attention that replaces the transformer's cross-attention to the caption in all layers,
+            such as {block_grid: [4, 4], key_block_size: 8}; null keeps the original. Its kind is mhla, linear or softmax.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.
         vae: folder or Hugging Face Hub name of the autoencoder, or of a pipeline that contains it, if the transformer works on
@@ -103,6 +105,7 @@ class CaptionedDiffusion(GenerativeModule):
         attention: AttentionConfig,
         transformer: Any,
         layer_kinds: list[str] | None,
+        cross_attention: CrossAttentionConfig | None,
         flow: FlowConfig,
         text: TextConfig,
         vae: str | None,
@@ -126,7 +129,10 @@ class CaptionedDiffusion(GenerativeModule):
         self.shape: Any = as_dataclass(self.transformer_options, transformer)
         self.captions = make_encoder(as_dataclass(TextConfig, text), getattr(self.shape, self.text_option))
         self.codec = None if vae is None else self.codec_kind(vae)
-        self.network = build_transformer(self.host, self.shape, as_dataclass(AttentionConfig, attention), layer_kinds)
+        cross = None if cross_attention is None else as_dataclass(CrossAttentionConfig, cross_attention)
+        self.network = build_transformer(
+            self.host, self.shape, as_dataclass(AttentionConfig, attention), layer_kinds, cross
+        )
         choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
         if self.training_options.checkpointing:
             self.network.enable_gradient_checkpointing()

@@ -122,7 +122,9 @@ class SampleFolder(Callback):
     kind: ClassVar[str]
     """Name of the folder, in the plural: ``videos`` or ``images``."""
 
-    origin: ClassVar[tuple[str, ...]] = ("transformer", "attention", "layer_kinds", "sampling", "flow", "text", "vae")
+    origin: ClassVar[tuple[str, ...]] = (
+        "transformer", "attention", "layer_kinds", "cross_attention", "sampling", "flow", "text", "vae",
+    )  # fmt: skip
     """Names of the module's options that the samples depend on."""
 
     def __init__(self, folder: str | None) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.flow import TIMESTEPS
+from lightning_mhla.swap import read_texts_once
 from mhla_tasks.captioned.host import Host
 
 
@@ -102,15 +103,16 @@ def denoise(
     scheduler = host.schedulers[sampling.sampler](shift)
     pipeline = host.pipeline(tokenizer=None, text_encoder=None, vae=None, transformer=network, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
-    latents: Tensor = pipeline(
-        **captions,
-        **host.pipeline_options,
-        latents=noise,
-        num_inference_steps=sampling.steps,
-        guidance_scale=sampling.guidance,
-        output_type="latent",
-        return_dict=False,
-    )[0]
+    with read_texts_once(network):
+        latents: Tensor = pipeline(
+            **captions,
+            **host.pipeline_options,
+            latents=noise,
+            num_inference_steps=sampling.steps,
+            guidance_scale=sampling.guidance,
+            output_type="latent",
+            return_dict=False,
+        )[0]
     return latents
 
 

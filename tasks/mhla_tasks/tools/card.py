@@ -144,7 +144,12 @@ def _attention(memory: Mapping[str, Any]) -> str:
     kind = (options.get("attention") or {}).get("kind")
     kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
     kind_list = ", ".join(inline_code(kind) for kind in kinds if kind)
-    return f"; attention: {kind_list}{f' ([paper]({PAPER}))' if 'mhla' in kinds else ''}" if kind_list else ""
+    cross = (options.get("cross_attention") or {}).get("kind")
+    paper = f" ([paper]({PAPER}))" if "mhla" in (*kinds, cross) else ""
+    described = [f"attention: {kind_list}"] * bool(kind_list) + [f"cross-attention: {inline_code(str(cross))}"] * bool(
+        cross
+    )
+    return f"; {', '.join(described)}{paper}" if described else ""
 
 
 def _report(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla import AttentionConfig
+from lightning_mhla import AttentionConfig, CrossAttentionConfig
 from lightning_mhla.generative.codecs import ClipCodec
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.flow import FlowConfig
@@ -31,6 +31,8 @@ class VideoDiffusion(CaptionedDiffusion):
         layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
             and "replace" uses attention.kind. [keep, replace, replace] replaces the attention of two layers out of three, and
             [keep] of none. null replaces the attention of all layers.
+        cross_attention: options of the attention that replaces the transformer's cross-attention to the caption in all layers,
+            such as {block_grid: [2, 4, 4], key_block_size: 8}; null keeps the original. Its kind is mhla, linear or softmax.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
         text: options of the caption encoder.
         vae: folder or Hugging Face Hub name of Wan's VAE, or of a pipeline that contains it, if the transformer works on
@@ -62,6 +64,7 @@ class VideoDiffusion(CaptionedDiffusion):
         attention: AttentionConfig,
         transformer: WanTransformerConfig = WanTransformerConfig(),
         layer_kinds: list[str] | None = None,
+        cross_attention: CrossAttentionConfig | None = None,
         flow: FlowConfig = FlowConfig(),
         text: TextConfig = TextConfig(),
         vae: str | None = None,
@@ -74,8 +77,8 @@ class VideoDiffusion(CaptionedDiffusion):
         training: TrainingOptions = TrainingOptions(),
     ) -> None:
         super().__init__(
-            attention, transformer, layer_kinds, flow, text, vae, train, lora, distillation, sampling, pretrained, output,
-            training,
+            attention, transformer, layer_kinds, cross_attention, flow, text, vae, train, lora, distillation, sampling,
+            pretrained, output, training,
         )  # fmt: skip
 
     @staticmethod

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from diffusers import DiTTransformer2DModel
 from fork_server import ForkServer
+from mhla_tasks.captioned.host import build_transformer
 from mhla_tasks.text_to_image import DigitScenes, TextToImage
+from mhla_tasks.text_to_image.pretrained import SANA
 from sana import SHAPE
 
-from lightning_mhla import load_swapped
+from lightning_mhla import AttentionConfig, CrossAttentionConfig, load_swapped
+from lightning_mhla.swap import swapped_layers
 
 PIXELS = {**SHAPE, "in_channels": 3, "out_channels": 3, "patch_size": 4}
 UNIFORM = {"kind": "mhla", "feature_map": "sana", "block_grid": [2, 2], "mixing_init": "uniform"}
@@ -156,6 +161,89 @@ def test_distillation_then_adapters(server: ForkServer, pretrained: Path, tmp_pa
         assert not torch.allclose(TextToImage.velocity(base, noisy, times, text), want, atol=1e-6)
         base.load_lora_adapter(tmp_path / "adapters", weight_name="pytorch_lora_weights.safetensors")
         torch.testing.assert_close(TextToImage.velocity(base, noisy, times, text), want, atol=1e-5, rtol=1e-4)
+
+
+def test_cross_attention_is_replaced_by_an_option(server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
+    """Layers are matched, trained, resumed, drawn and exported; options that do not fit a checkpoint are rejected."""
+    source = str(checkpoint(pretrained, 4))
+    options = {"attention": {"kind": "linear"}, "layer_kinds": ["keep"], "train": "attention", "pretrained": source}
+    options |= {"cross_attention": {"block_grid": [2, 2], "key_block_size": 2, "key_tokens": 8}}
+    path = config(tmp_path, "cross", {**options, "distillation": {"teacher": source, "layer_steps": 2}})
+    more = ("--model.cross_attention.feature_map=elu", "--trainer.devices=1")
+    fit(server, tmp_path, "fit", "--config", path, *more)
+    run = tmp_path / "cross"
+    assert list(column(run, "train/layer_distance"))[:2] == [0, 1]
+    assert list(column(run, "train/teacher_distance")) == [2, 3]
+    want, last = column(run, "train/loss"), checkpoint(run, 4)
+    trained, original = (torch.load(x, weights_only=True)["state_dict"] for x in (last, source))
+    new = "network.transformer_blocks.0.attn2.processor.attention.mixing.weight"
+    assert trained[new].shape == (4, 4)
+    assert not torch.equal(trained[new], torch.full((4, 4), 0.25)), "coefficients are not trained"
+    changed = {name for name in original if not torch.equal(trained[name], original[name])}
+    assert changed
+    assert all(".attn2." in name for name in changed), "only replaced layers are trained"
+
+    resumed = (*more, "--ckpt_path", str(checkpoint(run, 2)))
+    fit(server, tmp_path, "fit", "--config", path, *resumed, f"--trainer.logger.save_dir={tmp_path / 'again'}")
+    assert column(tmp_path / "again/cross", "train/loss") == {step: want[step] for step in (2, 3)}
+    for wrong, message in (
+        (("--model.cross_attention=null", "--model.train=all"), "cross_attention 'mhla', this run asks for none"),
+        (("--model.cross_attention.kind=linear",), "set --model.cross_attention.kind=mhla"),
+        (("--model.cross_attention.key_block_size=4",), "set --model.cross_attention.key_block_size=2"),
+    ):
+        status, said = server.run("fit", "--config", path, *resumed, *wrong, module="mhla_tasks", folder=tmp_path)
+        assert status != 0
+        assert message in " ".join(said.split()), said[-2000:]
+
+    module = TextToImage.load_from_checkpoint(last, map_location="cpu").eval()
+    fit(server, tmp_path, "export", str(last), "exported")
+    assert "cross-attention: `mhla`" in (tmp_path / "exported/README.md").read_text()
+    exported = load_swapped(tmp_path / "exported")
+    assert list(swapped_layers(exported, cross=True)) == [0, 1]
+    assert swapped_layers(exported) == {}
+    torch.manual_seed(0)
+    noisy, times, text = torch.randn(2, 3, 32, 32), torch.tensor([500.0, 20.0]), torch.randn(2, 8, 8)
+    text[1, 5:] = 0
+    with torch.no_grad():
+        out = TextToImage.velocity(exported, noisy, times, text)
+        assert torch.equal(out, module(noisy, times, text))
+    drawn = module.draw(["a red three", "two blue fives"], [0, 1], 0)
+    assert drawn.shape == (2, 3, 32, 32)
+    again = TextToImage(
+        {"kind": "linear"}, PIXELS, ["keep"], options["cross_attention"], text={"length": 8}, pretrained=str(last)
+    )  # type: ignore[arg-type]
+    again.configure_model()
+    assert torch.equal(again.network.state_dict()[new.removeprefix("network.")], trained[new])
+
+
+@pytest.mark.parametrize(
+    ("cross", "message"),
+    [
+        ({"kind": "gla"}, "cross_attention: attention kind 'gla' reads its own tokens only"),
+        ({"kind": "mhla"}, "cross_attention: attention kind 'mhla' needs block_grid"),
+        ({"block_grid": [2, 2], "lepe": 3}, "lepe=3 needs queries and keys of the same tokens"),
+    ],
+)
+def test_cross_attention_that_does_not_exist_is_rejected(cross: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TextToImage({"kind": "linear"}, PIXELS, ["keep"], cross)  # type: ignore[arg-type]
+
+
+def test_a_host_without_cross_attention_says_so() -> None:
+    @dataclass
+    class Shape:
+        num_attention_heads: int = 2
+        attention_head_dim: int = 8
+        in_channels: int = 4
+        num_layers: int = 1
+        sample_size: int = 8
+
+    host = replace(SANA, transformer=DiTTransformer2DModel)
+    options = AttentionConfig(kind="linear"), None, CrossAttentionConfig(kind="linear")
+    with pytest.raises(
+        ValueError, match=r"cross_attention: DiTTransformer2DModel .*cross_attention: null keeps the original"
+    ):
+        build_transformer(host, Shape(), *options)
 
 
 def test_fid_during_training(server: ForkServer, tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from mhla_tasks.video.model import WanTransformerConfig
 from mhla_tasks.video.pretrained import WAN, load_published
 from torch import Tensor
 from torch.nn import functional as F
-from wan import PAPER, TINY, inputs, shaken, tiny_wan
+from wan import PAPER, SHAPE, TINY, inputs, shaken, tiny_wan
 
-from lightning_mhla import AttentionConfig, load_swapped, swap_attention
+from lightning_mhla import AttentionConfig, CrossAttentionConfig, load_swapped, swap_attention
 from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained, merge_adapters
@@ -311,6 +311,37 @@ def test_matching_layers_is_zero_for_the_teacher_itself_and_trains_replaced_laye
     assert all(parameter.grad is None for parameter in teacher.parameters())
     velocity = host.predict(teacher, latent, times, text)
     torch.testing.assert_close(velocity, original(latent, times, text).sample)
+
+
+def test_cross_attention_of_clips_is_replaced_matched_and_loaded(
+    original: WanTransformer3DModel, tmp_path: Path
+) -> None:
+    original.save_pretrained(tmp_path / "original")
+    cross = {"block_grid": [2, 2, 3], "key_block_size": 2, "key_tokens": 8}
+    module = VideoDiffusion(
+        {"kind": "softmax"}, SHAPE, ["keep"], cross, train="new", pretrained=str(tmp_path / "original"),  # type: ignore[arg-type]
+        text={"length": 8},  # type: ignore[arg-type]
+    )  # fmt: skip
+    module.configure_model()
+    assert list(swapped_layers(module.network, cross=True)) == [0, 1, 2]
+    teacher, host = read_transformer(str(tmp_path / "original"), WAN, TINY), VelocityHost(VideoDiffusion.velocity)
+    host.layer_loss(module.network, teacher, *inputs()).backward()
+    moved = {name for name, parameter in module.network.named_parameters() if parameter.grad is not None}
+    assert moved == trained(module.network)
+    assert all(".attn2.processor.attention." in name for name in moved)
+    with torch.no_grad():
+        module.network.blocks[1].attn2.processor.attention.mixing.weight.uniform_(0.1, 1.0)
+    module.network.save_pretrained(tmp_path / "swapped")
+    same = build_transformer(WAN, TINY, AttentionConfig(kind="softmax"), ["keep"], CrossAttentionConfig(**cross))
+    load_weights(same, str(tmp_path / "swapped"), WAN)
+    sample = inputs()
+    with torch.no_grad():
+        assert torch.equal(same(*sample).sample, module.network(*sample).sample)
+    other = build_transformer(
+        WAN, TINY, AttentionConfig(kind="softmax"), ["keep"], CrossAttentionConfig(**{**cross, "block_grid": [3, 2, 2]})
+    )
+    with pytest.raises(ValueError, match=r"blocks \[2, 2, 3\] for \[3, 2, 2\].*cross_attention as in their training"):
+        load_weights(other, str(tmp_path / "swapped"), WAN)
 
 
 def test_wrong_distillation() -> None:

@@ -22,7 +22,8 @@ class CrossArguments(NamedTuple):
         q: queries, ``[B, Nq, H, K]``, float32 or bfloat16, any strides.
         k: keys, ``[B, Nk, H, K]``, in the dtype of q, any strides.
         v: values, ``[B, Nk, H, V]``, in the dtype of q, any strides.
-        matrix: float32 mixing coefficients times the scale of the outputs, ``[1, Mq, Mk]`` or ``[H, Mq, Mk]``.
+        coefficients: list of one float32 matrix, the mixing coefficients times the scale of the outputs, ``[1, Mq, Mk]`` or
+            ``[H, Mq, Mk]``.
         query_tables: lookup tables of the queries, as :func:`mhla_kernels.triton_backend.cross.tables.cross_tables` returns
             them.
         key_tables: lookup tables of the keys.
@@ -44,7 +45,7 @@ class CrossArguments(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    matrix: Tensor
+    coefficients: list[Tensor]
     query_tables: list[Tensor]
     key_tables: list[Tensor]
     query_mask: Tensor | None
@@ -111,7 +112,7 @@ def sides(arguments: CrossArguments) -> tuple[Side, Side]:
         q,
         q,
         v.new_empty(1, 1, 1, 1).expand(*q.shape[:3], v.shape[-1]),  # values for every query, which are never read
-        coefficients=[arguments.matrix],
+        coefficients=arguments.coefficients,
         tables=arguments.query_tables,
         key_mask=arguments.query_mask,
         cu_seqlens=arguments.cu_seqlens,

@@ -26,7 +26,7 @@ def outputs(arguments: CrossArguments, dtype: torch.dtype = torch.float32) -> Te
     Returns:
         Outputs, ``[B, Nq, H, V]`` in the dtype of v, contiguous.
     """
-    q, k, v, matrix = (x.to(dtype) for x in arguments[:4])
+    q, k, v, matrix = (x.to(dtype) for x in (*arguments[:3], *arguments.coefficients))
     matrix = matrix if len(matrix) > 1 else matrix[0]
     problem = CrossProblem(
         q,
@@ -62,6 +62,6 @@ def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Cross
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
-        return outputs(arguments._replace(q=q, k=k, v=v, matrix=matrix))
+        return outputs(arguments._replace(q=q, k=k, v=v, coefficients=[matrix]))
 
-    return differentiate(run, arguments[:4], needs_gradient, gradient)
+    return differentiate(run, (*arguments[:3], *arguments.coefficients), needs_gradient, gradient)

@@ -63,7 +63,7 @@ def attend_cross_fused(problem: CrossProblem, form: str, only_if_sound: bool) ->
         q.to(dtype),
         k.to(dtype),
         v.to(dtype),
-        (matrix if matrix.dim() == 3 else matrix[None]).contiguous(),
+        [(matrix if matrix.dim() == 3 else matrix[None]).contiguous()],
         *cross_tables(layout, form, one_matrix, q.device),
         problem.query_mask,
         problem.key_mask,

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.cross.layout import CrossLayout
 from mhla_kernels.triton_backend.cross import (
     fallback,
@@ -15,7 +13,7 @@ from mhla_kernels.triton_backend.cross import (
 )
 from mhla_kernels.triton_backend.cross.call import CrossArguments
 from mhla_kernels.triton_backend.cross.tables import cross_tables
-from mhla_kernels.triton_backend.trial import MANY, compare_passes
+from mhla_kernels.triton_backend.trial import MANY, compare_passes, random_numbers, trial_layout
 from mhla_kernels.verdicts import Verdict
 
 
@@ -68,24 +66,10 @@ def make_cross_problem(kind: CrossKind, device: torch.device) -> CrossArguments:
         kind: properties of the call.
         device: device of the tensors.
     """
-    generator = torch.Generator(device).manual_seed(0)
-
-    def rand(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, device=device, dtype=torch.float32)  # not torch's default dtype
-
-    def side(blocks: int, size: int, name: str) -> TokenLayout:
-        tokens = blocks * size - size // 3
-        if name == "uneven":
-            starts = (size - size // 4 + i * size for i in range(blocks - 1))
-            return TokenLayout(tokens, 0, (0, *starts, tokens))
-        if name == "packed":
-            bounds = torch.tensor([0, tokens, 2 * tokens], device=device)
-            return TokenLayout(2 * tokens, size, cu_seqlens=bounds)
-        return TokenLayout(tokens, size)
-
+    rand = random_numbers(device)
     blocks = MANY + 2 if kind.many else 3, 2
-    queries = side(blocks[0], kind.block_size, kind.layout)
-    keys = side(blocks[1], kind.key_block_size, kind.key_layout)
+    queries = trial_layout(blocks[0], kind.block_size, kind.layout, device)
+    keys = trial_layout(blocks[1], kind.key_block_size, kind.key_layout, device)
     dtype = getattr(torch, kind.dtype)
     shift = 0.5 if kind.relu else 0.0
     q, k = ((rand(1, x.tokens, 2, kind.key_width) - shift).to(dtype) for x in (queries, keys))
@@ -94,7 +78,7 @@ def make_cross_problem(kind: CrossKind, device: torch.device) -> CrossArguments:
         q,
         k,
         v,
-        rand(2, *blocks),
+        [rand(2, *blocks)],
         *cross_tables(CrossLayout(queries, keys), kind.form, True, device),
         query_mask=rand(1, queries.tokens) < 0.8 if kind.queries_masked else None,
         key_mask=rand(1, keys.tokens) < 0.8 if kind.keys_masked else None,
@@ -121,13 +105,4 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    problem = make_cross_problem(kind, device)
-
-    def run(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor, fused: bool) -> Tensor:
-        arguments = problem._replace(q=q, k=k, v=v, matrix=matrix)
-        if not fused:
-            return fallback.outputs(arguments, torch.float64)
-        out: Tensor = torch.ops.mhla.cross_attention(*arguments)
-        return out
-
-    return compare_passes(run, list(problem[:3]), [problem.matrix])
+    return compare_passes(make_cross_problem(kind, device), torch.ops.mhla.cross_attention, fallback.outputs)

@@ -1,0 +1,125 @@
+"""Inputs of cross-attention layers: projections, the order and blocks of both sides, and summaries of a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from mhla_kernels.cross.summaries import KeySummaries
+from torch import Tensor
+
+from lightning_mhla.attention.layout import BlockLayout, Placement
+from lightning_mhla.attention.order import BlockOrder
+
+
+class CrossProjections(NamedTuple):
+    """Input and output projections of a cross-attention layer, its own or those of a layer that it replaces.
+
+    Attributes:
+        queries: function from tokens ``[B, Nq, dim]`` to queries ``[B, Nq, H, Dk]``.
+        context: function from context tokens ``[B, Nk, context_dim]`` to keys ``[B, Nk, Hkv, Dk]`` and values
+            ``[B, Nk, Hkv, Dv]``.
+        merge: function from outputs of the heads, ``[B, Nq, H * Dv]``, to tokens ``[B, Nq, dim]``.
+    """
+
+    queries: Callable[[Tensor], Tensor]
+    context: Callable[[Tensor], tuple[Tensor, Tensor]]
+    merge: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class CrossInputs:
+    """Inputs of :meth:`CrossAttention.attend`, with the tokens of each block contiguous.
+
+    Attributes:
+        q: queries ``[B, Nq, H, Dk]``, before the feature map.
+        k: keys ``[B, Nk, Hkv, Dk]``, before the feature map.
+        v: values ``[B, Nk, Hkv, Dv]``.
+        query_mask: ``[B, Nq]`` bool, False for hidden queries; None if no query is hidden.
+        key_mask: ``[B, Nk]`` bool, False for hidden context tokens; None if none is hidden.
+        queries: order and blocks of the queries.
+        context: order and blocks of the context.
+        first: number of query blocks of the sequence before that of the first query.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    query_mask: Tensor | None
+    key_mask: Tensor | None
+    queries: Placement
+    context: Placement
+    first: int = 0
+
+
+@dataclass
+class ContextSummaries:
+    """Key-value summaries of the blocks of one context, as :meth:`CrossAttention.summarize` returns them.
+
+    A call that reads them costs as many products as the context has blocks, not as it has tokens. The mixture that the last
+    block of queries read is stored, so that the further tokens of this block do not mix the summaries again.
+
+    Summaries depend on the weights of the layer: those of changed weights must be computed again.
+
+    Attributes:
+        keys: summaries of the Mk blocks, ``[B, H, Mk, K, V]`` and ``[B, H, Mk, K]``.
+        context: order and blocks of the context.
+        dtype: dtype of the values, which the outputs get.
+        mixture: index of the last block of queries that was read alone, and its mixture; None before the first one.
+    """
+
+    keys: KeySummaries
+    context: Placement
+    dtype: torch.dtype
+    mixture: tuple[int, KeySummaries] | None = field(default=None, repr=False)
+
+    def select(self, rows: Tensor) -> ContextSummaries:
+        """Return the summaries of some batch rows, ``rows`` ``[B']`` int64, which may repeat."""
+        mixture = None if self.mixture is None else (self.mixture[0], self.mixture[1].select(rows))
+        return replace(self, keys=self.keys.select(rows), mixture=mixture)
+
+
+def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+        raise ValueError(
+            f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
+        )
+
+
+def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, start: int = 0) -> Placement:
+    """Return the order and the blocks of a call's tokens.
+
+    Args:
+        name: ``"query"`` or ``"context"``, for error messages.
+        order: permutation for the layout of the layer.
+        layout: layout of this call; None for that of the layer.
+        x: tokens ``[B, N, ...]``.
+        start: number of tokens of the sequence before these.
+
+    Returns:
+        Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
+
+    Raises:
+        ValueError: if the number of tokens does not fit the layout, or a grid has a start.
+    """
+    chosen, tokens = order.layout if layout is None else layout, x.shape[1]
+    if chosen.block_size is None or chosen.prefix_tokens:
+        if start:
+            raise ValueError(f"start={start} needs a layout with block_size, a sequence, not {chosen}")
+        if tokens != chosen.num_tokens:
+            raise ValueError(f"{tokens} {name} tokens for a layout of {chosen.num_tokens} ({chosen})")
+        if layout is not None:
+            return layout.place(x.device)
+        return Placement(chosen, order.order, order.inverse, chosen.operator_blocks)
+    size = chosen.block_size
+    if start < 0:
+        raise ValueError(f"start={start} must not be negative")
+    lead = size - start % size
+    if lead == size:
+        return Placement(BlockLayout((tokens,), block_size=size), None, None, {"block_size": size})
+    edges = (0, *range(lead, tokens, size), tokens)
+    pieces = BlockLayout((tokens,), blocks=(len(edges) - 1,))  # only their number counts
+    return Placement(pieces, None, None, {"block_offsets": edges})
