@@ -20,10 +20,12 @@ from benchmarks import (
     architectures,
     attention,
     generation,
+    layers,
     linearize,
     loss_identity,
     models,
     peers,
+    real_language,
     sana,
     wan,
 )
@@ -217,3 +219,39 @@ def test_a_step_of_linearising_a_1b_llama_is_counted_on_fake_tensors(name: str) 
     committed = json.loads((Path(linearize.__file__).parent / "results/llama-1b-linearize-meta.json").read_text())
     want = next(one for one in committed["rows"] if one["step"] == name)
     assert row["peak_bytes"] == pytest.approx(want["peak_bytes"], rel=0.02)
+
+
+def test_layers_are_measured_for_each_image_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layers, "TOKENS", 64)
+    monkeypatch.setattr(sys, "argv", ["layers", "--sides", "4", "9", "--runs", "2", "--out", str(tmp_path)])
+    layers.main()
+    assert "softmax = 1" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "layers-cpu.json").read_text())["rows"]
+    assert [(row["tokens"], row["images"]) for row in rows] == [(17, 4), (82, 1)]
+    for row in rows:
+        for part in ("forward_ms", "both_ms"):
+            assert list(row[part]) == ["softmax", "linear", "mhla", "mhla_window"]
+            assert all(len(times) == 2 and min(times) > 0 for times in row[part].values())
+
+
+@pytest.mark.parametrize(("knows", "digits"), [(True, 1.0), (False, 0.0)])
+def test_hidden_numbers_are_found_by_a_model_that_reads_them(knows: bool, digits: float) -> None:
+    """One that repeats what followed the same six characters before, and one that always predicts a space."""
+
+    class Model:
+        def model(self, tokens: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+            text = bytes(tokens[0].tolist())
+            after = [text.find(text[place - 6 : place]) + 6 for place in range(1, len(text) + 1)]
+            guesses = [text[place] if knows and place < len(text) else 32 for place in after]
+            return SimpleNamespace(last_hidden_state=torch.eye(256)[torch.tensor(guesses)][None])
+
+        def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden
+
+    def tokenizer(text: str) -> SimpleNamespace:
+        return SimpleNamespace(input_ids=list(text.encode()))
+
+    hay = torch.tensor(list(b"abcdefghijklmnopqrstuvwxyz ,.") * 40)
+    assert real_language.recall(Model(), tokenizer, hay, 400, 8) == {"texts": 8, "digits": digits, "numbers": digits}

@@ -122,15 +122,24 @@ def mhla_window_attention(
         tokens, mixing = (q * scale, k, v, f, g, heads_last(far, q)), mixing.to(problem.accumulate)
         sinks = at_most(sinks, problem.layout.largest)
         if causal:
-            out = _causal(tokens, real > 0, mixing, problem.layout.partition(q.device), sinks)
+            blocks = problem.layout.partition(q.device)
+            x = InBlocks.of(tokens, real > 0, blocks)
+            del tokens, q, k, v, f, g  # long texts need their memory
+            out = blocks.merge(_causal(x, mixing, blocks, sinks))
         else:
             out = attend_all(tokens, real > 0, mixing, problem.layout, grid, sinks)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
 
 
-def _causal(tokens: Sequence[Tensor], real: Tensor, mixing: Mixing, blocks: BlockPartition, sinks: int) -> Tensor:
-    """Compute the outputs of causal attention, ``[B, N, H, V]``, from the arguments of :meth:`InBlocks.of`."""
-    x = InBlocks.of(tokens, real, blocks)
+def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int) -> Tensor:
+    """Compute the outputs of causal attention, ``[B, H, M, C, V]``.
+
+    Args:
+        x: tensors in blocks.
+        mixing: mixing coefficients between all blocks.
+        blocks: assignment of the tokens to blocks.
+        sinks: number of sinks, which are in the first block of each sequence.
+    """
     # True for the first block of each sequence: the block before it belongs to a different sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
     starts = index == 0 if blocks.local is None else blocks.local == 0
@@ -145,7 +154,7 @@ def _causal(tokens: Sequence[Tensor], real: Tensor, mixing: Mixing, blocks: Bloc
     k_before, v_before, visible_before = (_later(y) for y in (x.k, x.v, x.visible[:, None, ..., None]))
     visible_before = visible_before[:, 0, ..., 0] & ~starts[:, None]
     window = CausalWindow(k_before, v_before, visible_before, reads[0], reads[1], sinks_visible)
-    return blocks.merge(window.attend(x, mixed))
+    return window.attend(x, mixed)
 
 
 class CausalWindow(NamedTuple):

@@ -86,10 +86,11 @@ def attend_all(
 
 
 class Window(NamedTuple):
-    """Windows of attention to all tokens that is computed in blocks.
+    """Attention to all tokens that is computed block by block: its coefficients, and the grid that determines near blocks.
 
     Attributes:
-        matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks.
+        matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks, whose tokens
+            softmax attention reads.
         blocks: partition of the tokens into blocks.
         axes: number of blocks along each axis.
         lead: number of blocks before the grid, 0 or 1.

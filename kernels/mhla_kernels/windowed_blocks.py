@@ -58,6 +58,6 @@ class InBlocks(NamedTuple):
 
     @property
     def sums(self) -> Tensor:
-        """Summary of each block, ``[B, H, M, K, V + 1]``: V sums of weighted values and the sum of weights by feature."""
+        """Summary of each block, ``[B, H, M, K, V + 1]``: for each feature, V weighted sums of values and a sum of weights."""
         # in one product with a column of ones; features in slots without a token are zero
         return finite_(self.g.transpose(-1, -2) @ F.pad(self.v, (0, 1), value=1.0))

@@ -61,8 +61,9 @@ class LearnedFeatures(nn.Module):
             )
         largest = q.abs().amax(-1, keepdim=True)
         k = k + (k.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) - k).detach()
-        queries, keys = torch.cat([q - largest, -largest - q], -1), torch.cat([k, -k], -1)
-        return queries.exp(), largest[..., 0], keys.exp()
+        # in place, because these are the largest tensors of a layer
+        f, g = torch.cat([q - largest, -largest - q], -1).exp_(), torch.cat([k, -k], -1).exp_()
+        return f, largest[..., 0], g
 
 
 def elu_plus_one(x: Tensor) -> Tensor:

@@ -107,10 +107,10 @@ def compare(parser: ArgumentParser) -> Run:
         lightning compare runs/kinds --html compared.html
         lightning compare runs/mhla runs/softmax --latex --metrics val/accuracy
 
-    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes. Runs
-    that differ only in their seed, and trained the same number of steps to the end, form one row with the mean and the standard
-    deviation. The table shows the metrics of the last validation. It also shows the best value of the metric that was used to
-    choose checkpoints. The best value of a column is bold. Runs of a sweep keep the order of the sweep.
+    The command compares all runs in the given folders that have a ``run.json``, which the callback ``RunReport`` writes.
+    Completed runs that differ only in their seed and have the same number of training steps form one row, which shows the mean
+    and the standard deviation. The table shows the metrics of the last validation. It also shows the best value of the metric
+    that was used to choose checkpoints. The best value of a column is bold. Runs of a sweep keep the order of the sweep.
     """
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run, or of several")
     forms = parser.add_mutually_exclusive_group()

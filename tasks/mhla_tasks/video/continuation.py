@@ -85,9 +85,9 @@ class ContinuationSampling:
 class VideoContinuation(GenerativeModule):
     """Model that continues videos frame by frame, with block-causal attention in which a frame is one block of tokens.
 
-    Training predicts each frame from all frames before it. The predict command copies the first frames of a clip, and predicts
-    the others one after the other, from states whose size does not depend on the number of frames if the mixing coefficients
-    are exponential.
+    Training predicts each frame from all frames before it. The predict command copies the first frames of a clip, and
+    generates the others one at a time. With exponential mixing coefficients, the size of its state does not depend on the
+    number of frames.
 
     Args:
         attention: options of the attention. Its blocks are the frames, so block_grid and block_size are left out.
@@ -95,12 +95,12 @@ class VideoContinuation(GenerativeModule):
         width: width of the frames in pixels.
         channels: number of channels of the frames, 1 or 3.
         frames: number of frames of a training clip.
-        start: number of first frames that are not predicted, because the motion is not visible before them.
+        start: number of frames at the beginning that are given and not predicted. Fewer frames would not show the motion.
         layer_kinds: pattern of attention kinds that repeats over all layers. null uses attention.kind in all layers.
         shape: shape of the transformer.
         errors: errors that training adds to the frames that the model sees.
-        sampling: length and format of the clips that the predict command and callbacks draw.
-        output: folder for the clips that the predict command draws; clips that exist there are not drawn again. null for the
+        sampling: length and format of the clips that the predict command and callbacks generate.
+        output: folder for the clips that the predict command generates; clips that exist there are kept. null for the
             log folder.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 

@@ -85,7 +85,7 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
 
 
 def _open_timm(name: str, title: str) -> PretrainedSource:
-    """Open a vision transformer of timm."""
+    """Describe a timm vision transformer for linearization; messages call it ``title``. Its weights are not read."""
     from timm import data as timm_data  # imports all of timm's models
 
     model = build_timm(read_timm_description(name), "meta")
