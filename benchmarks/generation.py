@@ -21,8 +21,8 @@ from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
 from mhla_tasks.language.config import plain_attention
 
 from benchmarks.machine import describe
-from benchmarks.pictures import plain_numbers
 from lightning_mhla import AttentionConfig, GenerationCache
+from lightning_mhla.system.figures import plain_numbers
 
 KINDS: dict[str, dict[str, Any]] = {
     "exponential": {"kind": "mhla", "mixing": "exponential"},

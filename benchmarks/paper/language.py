@@ -27,7 +27,7 @@ from benchmarks.paper.study import (
     spread,
     validated,
 )
-from benchmarks.pictures import plain_numbers
+from lightning_mhla.system.figures import plain_numbers
 
 KINDS: dict[str, dict[str, Any]] = {
     "softmax": {"kind": "softmax"},

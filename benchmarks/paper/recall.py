@@ -10,7 +10,7 @@ from mhla_tasks.language import AssociativeRecall, Needle
 from mhla_tasks.language.export import load_checkpoint
 
 from benchmarks.paper.study import Row, Study, by_variant, conditions, markdown, remembered, spread, validated
-from benchmarks.pictures import plain_numbers
+from lightning_mhla.system.figures import plain_numbers
 
 KINDS: dict[str, list[str]] = {
     "softmax": ["--model.init_args.layer_kinds=[gated_conv,softmax]"],

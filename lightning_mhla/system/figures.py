@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DARK = "dark"
@@ -42,6 +43,17 @@ def make_panels(
     for axis in axes[count:]:
         axis.remove()
     return figure, axes[:count]
+
+
+def plain_numbers(axis: Axes) -> None:
+    """Label the axes of a plot with plain numbers instead of powers of ten; logarithmic axes at 1, 2, 5, 10, 20 and so on."""
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for one_axis in (axis.xaxis, axis.yaxis):
+        if one_axis.get_scale() == "log":
+            one_axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        one_axis.set_major_formatter(StrMethodFormatter("{x:,g}"))
+        one_axis.set_minor_formatter(NullFormatter())
 
 
 def set_title(figure: Figure, text: str, size: float = 10) -> None:

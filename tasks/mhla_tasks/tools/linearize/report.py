@@ -13,7 +13,7 @@ from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.points import panels_of
 from lightning_mhla.callbacks.stored_pictures import read_picture
-from lightning_mhla.system.figures import make_panels, save_figure
+from lightning_mhla.system.figures import make_panels, plain_numbers, save_figure
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.tools.linearize.source import PretrainedSource
@@ -176,15 +176,16 @@ def _speed(source: PretrainedSource, work: Path, results: Mapping[str, Any]) -> 
     )
     figure, (axis,) = make_panels(1, 1, (6, 3.2))
     for name in ("original", "linearized"):
-        axis.plot(list(speed), [values[name] for values in speed.values()], marker="o", label=name)
+        axis.plot(list(speed), [1e3 * values[name] for values in speed.values()], marker="o", label=name)
     axis.set_xlabel(unit)
-    axis.set_ylabel("seconds of a forward pass")
+    axis.set_ylabel("milliseconds of a forward pass")
     axis.set_xscale("log", base=2)
-    axis.set_xticks(list(speed), [f"{length:,}" for length in speed])
     axis.set_yscale("log")
+    plain_numbers(axis)
+    axis.set_xticks(list(speed), [f"{length:,}" for length in speed])
     axis.grid(alpha=0.3)
     axis.legend()
-    save_figure(figure, work / SPEED, f"Seconds of a forward pass by {unit}")
+    save_figure(figure, work / SPEED, f"Milliseconds of a forward pass by {unit}")
     stored = read_picture(work / SPEED)
     assert stored is not None
     drawing = picture(stored.description, stored.kind, stored.content, stored.width, stored.dark)
