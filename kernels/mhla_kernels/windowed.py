@@ -118,7 +118,8 @@ def mhla_window_attention(
         q, k, v, f, g = (x.to(problem.accumulate) for x in (q, k, v, q_features, k_features))
         real = q.new_ones(q.shape[:2]) if key_mask is None else key_mask.to(q.dtype)
         if key_mask is not None:
-            k, v, g = (x.masked_fill(~key_mask[..., None, None], 0) for x in (k, v, g))
+            # those of queries too: zero times NaN would be NaN in the gradients of the keys
+            q, k, v, f, g = (x.masked_fill(~key_mask[..., None, None], 0) for x in (q, k, v, f, g))
         tokens, mixing = (q * scale, k, v, f, g, heads_last(far, q)), mixing.to(problem.accumulate)
         sinks = at_most(sinks, problem.layout.largest)
         if causal:

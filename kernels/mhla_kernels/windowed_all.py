@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mhla_kernels.blocks import BlockPartition, TokenLayout, at_most, is_dynamic
-from mhla_kernels.forms.parallel import PART
+from mhla_kernels.forms.parts import in_parts
+from mhla_kernels.forms.weights import expand_pairs
 from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.base import apply_matrix
 from mhla_kernels.near_far import FarTokens, NearTokens, combine, read_mixed
@@ -41,8 +42,6 @@ def attend_all(
 ) -> Tensor:
     """Compute the outputs of attention to all tokens, ``[B, N, H, V]``.
 
-    On a CPU, as many batch rows at a time are computed as have at most :data:`PART` bytes of scores or of summaries.
-
     Args:
         tokens: queries multiplied by the scale of the scores, keys, values, features of queries and of keys, and the logarithm
             of the factor on far tokens, ``[B, N, H, ...]`` each.
@@ -60,29 +59,23 @@ def attend_all(
         index = torch.arange(blocks.blocks, device=matrix.device).clamp(max=matrix.shape[-1] - 1)
         matrix = matrix[..., index[:, None], index]
     matrix = matrix[..., : blocks.blocks, : blocks.blocks]
-    near = _are_near(axes, lead, q.device)
-    window = Window(matrix.masked_fill(near, 0), blocks, axes, lead, sinks)
-    is_cpu, forms = q.device.type == "cpu", Forms(near=False, far=False)
-    if is_cpu:  # costs were measured there, and scores of all rows are not held at once
+    near_blocks = _are_near(axes, lead, q.device)
+    window = Window(matrix.masked_fill(near_blocks, 0), blocks, axes, lead, sinks)
+    forms, tokens_block = Forms(near=False, far=False), layout.token_blocks(q.device)
+    if q.device.type == "cpu":  # costs were measured there, and scores of all rows are not held at once
         forms = cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1])
-    if forms.near:
-        block = layout.token_blocks(q.device).block
-        near = near_pairs(near, block, sinks)
-        if forms.far:
-            matrix = matrix.index_select(-2, block).index_select(-1, block)
+    near = near_pairs(near_blocks, tokens_block.block, sinks) if forms.near else None
+    pairs = expand_pairs(matrix, tokens_block, tokens_block) if forms.far else None
 
-    def run(tokens: Sequence[Tensor], real: Tensor) -> Tensor:
-        if not forms.near:
+    def run(*part: Tensor) -> Tensor:
+        *tokens, real = part
+        if near is None:
             return window.attend(tokens, real)
-        far = weigh_pairs(tokens, matrix, near) if forms.far else window.far(tokens, real)
+        far = window.far(tokens, real) if pairs is None else weigh_pairs(tokens, pairs, near)
         return attend_near(tokens, real, near, far)
 
-    if not is_cpu or is_traced() or len(q) == 1:
-        return run(tokens, real)
-    numbers = layout.tokens**2 if forms.far else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
-    count = max(1, PART // max(1, q.shape[2] * numbers * q.element_size()))
-    *parts, masks = (x.split(count) for x in (*tokens, real))
-    return torch.cat([run(part, mask) for *part, mask in zip(*parts, masks, strict=True)])
+    numbers = layout.tokens**2 if forms.near else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
+    return in_parts(run, (*tokens, real), q.shape[2] * numbers)
 
 
 class Window(NamedTuple):

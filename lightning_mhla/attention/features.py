@@ -60,7 +60,7 @@ class LearnedFeatures(nn.Module):
                 for x, weight in ((q, self.query), (k, self.key))
             )
         largest = q.abs().amax(-1, keepdim=True)
-        k = k + (k.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT) - k).detach()
+        k = k.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).detach() + (k - k.detach())
         # in place, because these are the largest tensors of a layer
         f, g = torch.cat([q - largest, -largest - q], -1).exp_(), torch.cat([k, -k], -1).exp_()
         return f, largest[..., 0], g

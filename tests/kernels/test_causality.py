@@ -197,3 +197,36 @@ def test_a_masked_score_that_overflows_makes_no_gradient_of_coefficients_nan(tok
     for form in ("chunked", "spanning"):
         for got, want in zip(gradients(form, spoilt_q, spoilt_k), gradients(form, q, k), strict=True):
             assert torch.equal(got, want), form
+
+
+@pytest.mark.parametrize("causal", [True, "block"])
+@pytest.mark.parametrize("form", ["parallel", "chunked", "reference"])
+def test_a_later_score_that_overflows_makes_no_gradient_of_a_matrix_nan(form: Any, causal: Any) -> None:
+    """The product of a query and a later key is infinite; every output is finite."""
+    q, k, v = (torch.rand(1, 8, 1, 2) for _ in range(3))
+    q[:, 3:] *= 1e-20
+    q[:, 2], k[:, 5] = 1e12, 1e28
+    mixing = torch.rand(2, 2, requires_grad=True)
+    out = mhla_attention(q, k, v, mixing, block_size=4, causal=causal, normalize=False, form=form)
+    assert out.isfinite().all()
+    (got,) = torch.autograd.grad(out[:, :4].sum(), mixing)
+    (want,) = torch.autograd.grad(
+        mhla_attention(q[:, :4], k[:, :4], v[:, :4], mixing, block_size=4, causal=causal, normalize=False).sum(), mixing
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("causal", [True, False, "block"])
+@pytest.mark.parametrize("form", ["parallel", "chunked", "reference"])
+def test_a_score_across_packed_sequences_that_overflows_changes_nothing(form: Any, causal: Any) -> None:
+    q, k, v = (torch.rand(1, 16, 1, 2) for _ in range(3))
+    mixing = torch.rand(2, 2, requires_grad=True)
+    options: dict[str, Any] = {"block_size": 4, "causal": causal, "normalize": False}
+    (want,) = torch.autograd.grad(mhla_attention(q[:, 8:], k[:, 8:], v[:, 8:], mixing, **options).sum(), mixing)
+    k[:, 2], q[:, :8] = 1e28, 1e-20
+    q[:, 8:] *= 1e12
+    out = mhla_attention(q, k, v, mixing, cu_seqlens=[0, 8, 16], form=form, **options)
+    alone = mhla_attention(q[:, 8:], k[:, 8:], v[:, 8:], mixing, **options)
+    torch.testing.assert_close(out[:, 8:], alone)
+    (got,) = torch.autograd.grad(out[:, 8:].sum(), mixing)
+    torch.testing.assert_close(got, 1e12 * want, rtol=1e-4, atol=0)

@@ -15,10 +15,11 @@ from cases import Case, build, check_against_definition, definition, gradients, 
 from hypothesis import HealthCheck, given, settings
 from implementations import DEVICE, IMPLEMENTATIONS, SHORT_CHUNKS, SPANNING, TORCH, TRITON, attend, small_tiles
 from mhla_kernels import ExponentialMixing, attention_matrix, mhla_attention
-from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.blocks import TokenBlocks, TokenLayout
 from mhla_kernels.forms import attend as forms_attend
 from mhla_kernels.forms import spanning
 from mhla_kernels.forms.cost import numbers_held
+from mhla_kernels.forms.weights import expand_pairs
 from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.dense import DenseMixing
 from mhla_kernels.problem import Weighting
@@ -521,3 +522,20 @@ def test_packed_documents_keep_to_themselves(implementation: str, terms: int) ->
     assert relative_error("output", got, expected) < 1e-5
     for name, a, b in zip(("q", "k", "v", "mixing", "decay"), grads, expected_grads, strict=False):
         assert relative_error(f"gradient of {name}", a, b) < 1e-5
+
+
+def test_coefficients_are_expanded_without_atomic_sums_away_from_a_cpu() -> None:
+    """The gradient of the coefficients is the same in each run on a GPU: nothing is added by index_add or scatter_add."""
+    operations: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operations.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    mixing = torch.rand(3, 3, device="meta", requires_grad=True)
+    where = TokenBlocks(torch.arange(12, device="meta") // 4)
+    with Record():
+        expand_pairs(mixing, where, where).sum().backward()
+    assert any("index_put" in name for name in operations)
+    assert not any("index_add" in name or "scatter_add" in name for name in operations)

@@ -17,6 +17,7 @@ from mhla_kernels import (
     windowed_all,
 )
 from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.forms import parts
 from mhla_kernels.mixing import MixingLike
 from mhla_kernels.windowed_pairs import Forms, cheapest_forms
 from torch import Tensor
@@ -41,7 +42,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     """Compute attention to all tokens in all forms, one batch row at a time."""
     forms = Forms(near=request.param != "in blocks", far=request.param == "by pairs")
     monkeypatch.setattr(windowed_all, "cheapest_forms", lambda *_: forms)
-    monkeypatch.setattr(windowed_all, "PART", 1)
+    monkeypatch.setattr(parts, "PART", 1)
 
 
 def tensors(
@@ -591,3 +592,23 @@ def test_features_of_near_tokens_that_overflow_together_do_not_matter() -> None:
     exact = mhla_window_attention(*inputs[:3], features, keys, mixing, far=inputs[5], **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, sees], exact[:, sees], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("form")
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_hidden_query_that_is_nan_spoils_no_gradient(causal: bool) -> None:
+    inputs = [x.float() for x in tensors(23)]
+    mask = torch.ones(2, 23, dtype=torch.bool)
+    mask[:, 7] = False
+    options: dict[str, Any] = {"block_size": SIZE, "causal": causal, "key_mask": mask}
+
+    def gradients() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = mhla_window_attention(*leaves[:5], torch.ones(6, 6), far=leaves[5], **options)
+        return list(torch.autograd.grad(out.square().sum(), leaves))
+
+    want = gradients()
+    for x in inputs[:5]:
+        x[:, 7] = torch.nan
+    for got, expected in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -203,7 +203,7 @@ def _held_by_sides(
 ) -> int:
     """Return how many float32 values the parallel or the chunked form holds for one batch row and head."""
     if form == "parallel":
-        return 0 if backend == "triton" else 2 * tokens[0] * tokens[1]
+        return 0 if backend == "triton" else 3 * tokens[0] * tokens[1]  # with the coefficients of a head
     return (blocks[0] + blocks[1]) * numbers
 
 

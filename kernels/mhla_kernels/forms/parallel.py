@@ -9,17 +9,13 @@ Shape letters: B batch, H heads, N queries, J keys (N in self-attention), M bloc
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
-from mhla_kernels.forms.later import hide_later
+from mhla_kernels.forms.parts import in_parts
+from mhla_kernels.forms.weights import expand_pairs, weigh
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
-from mhla_kernels.torch_private import is_traced
-
-PART = 2 * 2**20
-"""Bytes of scores that are held at once on a CPU, which fit into the cache of one of its cores."""
 
 
 def parallel(
@@ -33,8 +29,6 @@ def parallel(
 ) -> Tensor:
     """Compute attention from the products of all token pairs (the parallel form).
 
-    On a CPU, as many batch rows at a time are computed as have at most :data:`PART` bytes of scores.
-
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.
         k_BJHK: keys, ``[B, J, H, K]``.
@@ -47,42 +41,16 @@ def parallel(
     Returns:
         Outputs, ``[B, N, H, V]``.
     """
-    # one axis after the other: the gradient of a selection of pairs would be added up pair by pair
-    pairs_NJ = mixing.index_select(-2, queries.block).index_select(-1, keys.block)
-    if queries.sequence is not None and keys.sequence is not None:
-        pairs_NJ = pairs_NJ * (queries.sequence[:, None] == keys.sequence)
-    order = queries.order if weighting.causal == "block" else None
-    batch, rows, heads, _ = q_BNHK.shape
-    if q_BNHK.device.type != "cpu" or is_traced() or batch == 1:
-        return _attend(q_BNHK, k_BJHK, v_BJHV, pairs_NJ, weighting, order)
-    count = max(1, PART // max(1, heads * rows * k_BJHK.shape[1] * q_BNHK.element_size()))
-    parts = zip(q_BNHK.split(count), k_BJHK.split(count), v_BJHV.split(count), strict=True)
-    return torch.cat([_attend(q, k, v, pairs_NJ, weighting, order) for q, k, v in parts])
+    pairs_NJ = expand_pairs(mixing, queries, keys)
 
+    def attend(q_BNHK: Tensor, k_BJHK: Tensor, v_BJHV: Tensor) -> Tensor:
+        products_BHNJ = q_BNHK.transpose(1, 2) @ k_BJHK.permute(0, 2, 3, 1)
+        scores_BHNJ = weigh(products_BHNJ, pairs_NJ, weighting.causal, queries, keys)
+        out_BHNV = scores_BHNJ @ v_BJHV.transpose(1, 2)
+        if weighting.scale is not None:
+            out_BHNV = out_BHNV * weighting.scale
+        else:
+            out_BHNV = divide(out_BHNV, scores_BHNJ.sum(-1, keepdim=True), weighting.eps)
+        return out_BHNV.transpose(1, 2)
 
-def _attend(
-    q_BNHK: Tensor, k_BJHK: Tensor, v_BJHV: Tensor, pairs_NJ: Tensor, weighting: Weighting, order: Tensor | None
-) -> Tensor:
-    """Compute the outputs of some batch rows, ``[B, N, H, V]``.
-
-    Args:
-        q_BNHK: queries, ``[B, N, H, K]``.
-        k_BJHK: keys, ``[B, J, H, K]``.
-        v_BJHV: values, ``[B, J, H, V]``.
-        pairs_NJ: coefficients of all token pairs, ``[N, J]`` or ``[H, N, J]``.
-        weighting: causality and normalization of the attention weights.
-        order: number of each token's block for block-causal attention, as in :attr:`TokenBlocks.order`; None otherwise.
-    """
-    scores_BHNJ = q_BNHK.transpose(1, 2) @ k_BJHK.permute(0, 2, 3, 1)
-    if order is not None:
-        # hide later scores before the product too: an overflowed one times zero would make the gradient of mixing NaN
-        scores_BHNJ = hide_later(scores_BHNJ, "block", order)
-    scores_BHNJ = scores_BHNJ * pairs_NJ
-    if weighting.causal:
-        scores_BHNJ = hide_later(scores_BHNJ, weighting.causal, order)
-    out_BHNV = scores_BHNJ @ v_BJHV.transpose(1, 2)
-    if weighting.scale is not None:
-        out_BHNV = out_BHNV * weighting.scale
-    else:
-        out_BHNV = divide(out_BHNV, scores_BHNJ.sum(-1, keepdim=True), weighting.eps)
-    return out_BHNV.transpose(1, 2)
+    return in_parts(attend, (q_BNHK, k_BJHK, v_BJHV), q_BNHK.shape[1] * q_BNHK.shape[2] * k_BJHK.shape[1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
-from mhla_kernels.forms.later import hide_later
+from mhla_kernels.forms.weights import expand_pairs, hide_later, weigh
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
 
@@ -42,15 +42,7 @@ def weights(
     causal = weighting.causal
     keys = where if where_keys is None else where_keys
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BJHK)
-    if causal == "block":
-        # hide later keys before the product too: an overflowed score times zero would make the gradient of mixing NaN
-        products = hide_later(products, causal, where.order)
-    products = products * mixing[..., where.block[:, None], keys.block[None, :]]
-    if where.sequence is not None and keys.sequence is not None:
-        # not a product with zeros: a score of tokens of different sequences may be infinite
-        products = products.masked_fill(where.sequence[:, None] != keys.sequence[None, :], 0)
-    if causal:
-        products = hide_later(products, causal, where.order)
+    products = weigh(products, expand_pairs(mixing, where, keys), causal, where, keys)
     if weighting.scale is not None:
         return products * weighting.scale
     shares = divide(products, products.sum(-1, keepdim=True), weighting.eps)

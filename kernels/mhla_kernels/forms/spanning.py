@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from mhla_kernels.blocks import BlockPartition, at_most
 from mhla_kernels.finite import finite_
-from mhla_kernels.forms.later import hide_later
+from mhla_kernels.forms.weights import hide_later
 from mhla_kernels.mixing.exponential import earlier
 from mhla_kernels.mixing.span import Span
 from mhla_kernels.normalizer import divide

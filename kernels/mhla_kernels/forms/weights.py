@@ -1,0 +1,60 @@
+"""Weights of token pairs by blocks, and masking in causal and block-causal attention and between packed sequences."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mhla_kernels.blocks import TokenBlocks
+from mhla_kernels.problem import Causal
+
+
+def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None) -> Tensor:
+    """Replace the scores of keys that a query must not attend to by zeros.
+
+    Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
+
+    Args:
+        scores_TT: scores of T queries (rows) and T keys, ``[..., T, T]``.
+        causal: whether a query attends to keys up to itself only; ``"block"`` if it attends to all keys of its own block and of
+            the blocks before it. False hides nothing.
+        block: index of each token's block, ``[T]`` integers that do not decrease; required for ``"block"`` only.
+    """
+    if causal == "block":
+        assert block is not None
+        return scores_TT.masked_fill(block[:, None] < block, 0)
+    return scores_TT.tril() if causal else scores_TT
+
+
+def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
+    """Expand mixing coefficients ``[..., Mq, Mk]`` from pairs of blocks to pairs of N queries and J keys, ``[..., N, J]``."""
+    if mixing.device.type == "cpu":
+        return mixing.index_select(-2, queries.block).index_select(-1, keys.block)
+    # slower on a CPU; but on a GPU, the gradient of index_select is added up in a different order in each run
+    return mixing[..., queries.block[:, None], keys.block]
+
+
+def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
+    """Multiply the products of token pairs by their mixing coefficients, and hide pairs that must not attend to each other.
+
+    Hidden are later keys, and keys of a different packed sequence. They are hidden before the multiplication, because zero
+    times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. They are hidden after
+    it, too, so that no gradient reaches them, not even one that overflowed.
+
+    Args:
+        products: products of N queries and J keys, ``[B, H, N, J]``.
+        pairs: coefficients of :func:`expand_pairs`, ``[N, J]`` or ``[H, N, J]``.
+        causal: keys that a query attends to, as for :func:`hide_later`.
+        queries: index of the block and of the packed sequence that contain each query.
+        keys: the same for each key.
+
+    Returns:
+        Weights before normalization, ``[B, H, N, J]``.
+    """
+    order = queries.order if causal == "block" else None
+
+    def hide(x: Tensor) -> Tensor:
+        if queries.sequence is not None and keys.sequence is not None:
+            x = x.masked_fill(queries.sequence[:, None] != keys.sequence, 0)
+        return hide_later(x, causal, order)
+
+    return hide(hide(products) * pairs)
