@@ -72,10 +72,10 @@ def on_page_content(html: str, **_: Any) -> str:
         r'<figure><a href="\3">\1</a><figcaption>\2</figcaption></figure>',
         html,
     )
-    html = re.sub(r"<pre\b.*?</pre>|(<code[^>]*>)(.*?)(</code>)", _breakable, html, flags=re.S)
-    html = re.sub(r"<td[^>]*>.*?</td>", _with_units, html, flags=re.S)
     html = re.sub(r":(?:class|meth|func|mod|data|attr):(?=<code)", "", html)
-    return re.sub(r"(<code[^>]*>)~[\w.]*?(\w+</code>)", r"\1\2", html)
+    html = re.sub(r"(<code[^>]*>)~[\w.]*?(\w+</code>)", r"\1\2", html)
+    html = re.sub(r"<pre\b.*?</pre>|(<code[^>]*>)(.*?)(</code>)", _breakable, html, flags=re.S)
+    return re.sub(r"<td[^>]*>.*?</td>", _with_units, html, flags=re.S)
 
 
 def _breakable(code: re.Match[str]) -> str:
@@ -93,5 +93,8 @@ def _breakable_text(text: str) -> str:
 
 def _with_units(cell: re.Match[str]) -> str:
     """Keep a number of a table cell on one line with its unit, and a spread with its sign."""
-    text = re.sub(r"(?<=\d) (?=(?:ms|s|min|[KMG]i?B|[GT]FLOP|points)\b|%)", "\N{NO-BREAK SPACE}", cell[0])
-    return text.replace("± ", "±\N{NO-BREAK SPACE}")
+    parts = re.split("(<code.*?</code>)", cell[0], flags=re.S)  # code is copied, so its spaces stay as they are
+    for index, part in enumerate(parts[::2]):
+        text = re.sub(r"(?<=\d) (?=(?:ms|s|min|[KMG]i?B|[GT]FLOP|points)\b|%)", "\N{NO-BREAK SPACE}", part)
+        parts[2 * index] = text.replace("± ", "±\N{NO-BREAK SPACE}")
+    return "".join(parts)

@@ -146,8 +146,8 @@ def section(rows: list[Row], folder: Path) -> str:
     ]
     draw(rows, folder / "pictures" / "results-stdlib.png")
     picture = (
-        "![Perplexity by position, up to 4,096 tokens, of models trained on 512. Softmax is best up to 512 tokens, and falls "
-        "behind MHLA, Gated DeltaNet and Mamba-2 after about 1,500.](pictures/results-stdlib.png)"
+        "![Perplexity by position, up to 4,096 tokens, of models trained on 512. Softmax is best up to about 1,000 tokens, and "
+        "falls behind MHLA, Gated DeltaNet and Mamba-2 after about 1,500.](pictures/results-stdlib.png)"
     )
     return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"
 

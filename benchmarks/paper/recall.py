@@ -77,7 +77,8 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
     figure.savefig(folder / "pictures" / "results-mqar.png", dpi=120)
     picture = (
         "![Accuracy over bytes of state, by attention, at widths 16 and 32. A wider model recalls more with every kind; only "
-        "softmax recalls nearly everything, and at width 32 Gated DeltaNet recalls most for its size.]"
+        "softmax recalls nearly everything, and at width 32 Gated DeltaNet recalls most for its size, with one seed of "
+        "three.]"
         "(pictures/results-mqar.png)"
     )
     return f"{markdown(header, lines)}\n\n{picture}\n\n{conditions(rows)}"

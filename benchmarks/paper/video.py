@@ -169,8 +169,9 @@ def with_clips(rows: list[Row], folder: Path) -> str:
     """
     draw_strips(rows, folder / "pictures" / "results-video.png")
     picture = (
-        f"![Eight frames each of: {'; '.join(SHOWN)}; from the first seed. Softmax still draws legible digits; 150 steps are "
-        "too few for every kind of linear cost, whose digits are blurred.]"
+        f"![Eight frames each of: {'; '.join(SHOWN)}; from the first seed. Softmax draws connected strokes that move as "
+        "captioned, though not always the captioned digit; 150 steps are too few for every kind of linear cost, whose digits "
+        "are blurred.]"
         "(pictures/results-video.png)"
     )
     return f"{section(rows, folder)}\n\n{picture}"
