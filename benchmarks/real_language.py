@@ -82,8 +82,8 @@ HEAD_CHUNK = 2048
 COST_DOCUMENTS = 2
 """Held-out documents of 1,024 tokens on which the cost of replacing each layer is measured."""
 
-LARGEST_DRAWN = 50.0
-"""Rows with a higher perplexity are left out of the picture."""
+DRAWN, LARGEST_DRAWN = ("softmax", "mhla_window", "window", "linear"), 50.0
+"""Rows of the picture, without those that have a higher perplexity."""
 
 STEPS = (24, 40)
 """Optimizer steps of the two stages: matching the layers, and training all weights."""
@@ -265,10 +265,10 @@ def draw(folder: Path, picture: Path) -> None:
     """Draw the perplexity by position of all rows in a folder of results, up to 4,096 tokens."""
     figure, (axis,) = make_panels(1, 1, (7.2, 4.2))
     rows = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
-    colors = {name: f"C{number}" for number, name in enumerate(ROWS)}
+    colors = {name: f"C{number}" for number, name in enumerate(DRAWN)}
     for row in sorted(rows, key=lambda row: row["tuned"]["4096"][0]):
         values, is_long = row["tuned"]["4096"][1:], row["tune"]["steps"] > STEPS[1]
-        if max(values) < LARGEST_DRAWN and not row["seed"] and row["tune"]["steps"]:
+        if row["row"] in DRAWN and max(values) < LARGEST_DRAWN and not row["seed"] and row["tune"]["steps"]:
             label = row["row"] + (f", {row['keep']:.0%} of the layers softmax" if row["keep"] else "")
             style = {"color": colors[row["row"]], "linestyle": ":" if row["keep"] else "--" if is_long else "-"}
             label += f", {row['tune']['steps']} steps"
