@@ -152,7 +152,8 @@ class CrossAttention(nn.Module):
             Outputs in the shape and order of ``x``.
 
         Raises:
-            ValueError: if the number of tokens does not fit its layout, or masks do not fit the tokens.
+            ValueError: if the number of tokens is zero or does not fit its layout, if masks do not fit the tokens, or if
+                summaries are of a different layer, or of different rows, heads or widths than the queries.
         """
         check_mask("mask", mask, x)
         queries = place("query", self.query_order, layout, x, start)
@@ -166,6 +167,7 @@ class CrossAttention(nn.Module):
                     "summaries contain the mask and the layout of their context; leave out context_mask and context_layout"
                 )
             q = projections.queries(hide_rows(tokens, visible))
+            context.check(self, q)
             nothing = q[:, :0]
             inputs = CrossInputs(q, nothing, nothing, visible, None, queries, context.context, first)
             out = self.attend_summaries(inputs, context)
@@ -228,7 +230,12 @@ class CrossAttention(nn.Module):
         raise NotImplementedError
 
     def attend_summaries(self, inputs: CrossInputs, summaries: ContextSummaries) -> Tensor:
-        """Compute the outputs ``[B, Nq, H, Dv]`` from summaries; ``inputs`` has no keys. Kinds with summaries implement it."""
+        """Compute the outputs ``[B, Nq, H, Dv]``, in the dtype of the queries. Kinds with summaries implement this method.
+
+        Args:
+            inputs: inputs of the call, without keys.
+            summaries: summaries that this layer computed, of as many rows as the queries.
+        """
         raise NotImplementedError
 
     def open_gate(self) -> None:

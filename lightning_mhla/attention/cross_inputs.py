@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import ref
 
 import torch
 from mhla_kernels.cross.summaries import KeySummaries
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.order import BlockOrder
@@ -58,27 +59,54 @@ class CrossInputs:
 class ContextSummaries:
     """Key-value summaries of the blocks of one context, as :meth:`CrossAttention.summarize` returns them.
 
-    A call that reads them costs as many products as the context has blocks, not as it has tokens. The mixture that the last
-    block of queries read is stored, so that the further tokens of this block do not mix the summaries again.
+    A call that reads them costs as many products as the context has blocks, not as it has tokens. In passes without gradients,
+    the mixture that the last block of queries read is stored, so that the further tokens of this block do not mix the summaries
+    again.
 
-    Summaries depend on the weights of the layer: those of changed weights must be computed again.
+    Summaries depend on the weights of the layer: those of changed weights must be computed again. Other layers, copies of this
+    one among them, cannot read them.
 
     Attributes:
         keys: summaries of the Mk blocks, ``[B, H, Mk, K, V]`` and ``[B, H, Mk, K]``.
         context: order and blocks of the context.
-        dtype: dtype of the values, which the outputs get.
-        mixture: index of the last block of queries that was read alone, and its mixture; None before the first one.
+        layer: weak reference to the layer that computed the summaries.
+        key_width: width Dk of the keys before the feature map.
+        mixture: index of the block of queries that the last call read alone, and its mixture; None after calls that read
+            several blocks or compute gradients.
     """
 
     keys: KeySummaries
     context: Placement
-    dtype: torch.dtype
+    layer: ref[nn.Module] = field(repr=False)
+    key_width: int
     mixture: tuple[int, KeySummaries] | None = field(default=None, repr=False)
 
     def select(self, rows: Tensor) -> ContextSummaries:
         """Return the summaries of some batch rows, ``rows`` ``[B']`` int64, which may repeat."""
         mixture = None if self.mixture is None else (self.mixture[0], self.mixture[1].select(rows))
         return replace(self, keys=self.keys.select(rows), mixture=mixture)
+
+    def check(self, layer: nn.Module, q: Tensor) -> None:
+        """Check that the queries of a layer can read these summaries.
+
+        Args:
+            layer: layer that reads them.
+            q: queries ``[B, Nq, H, Dk]``, before the feature map.
+
+        Raises:
+            ValueError: if a different layer computed the summaries, or if rows, heads or widths differ.
+        """
+        if self.layer() is not layer:
+            raise ValueError(
+                "these summaries were computed by a different layer, with different weights; compute them with summarize of "
+                "the layer that reads them"
+            )
+        rows, heads = self.keys.totals.shape[:2]
+        if (q.shape[0], *q.shape[2:]) != (rows, heads, self.key_width):
+            raise ValueError(
+                f"summaries of {rows} rows, {heads} heads and keys of width {self.key_width} do not fit queries "
+                f"{list(q.shape)}, [B, Nq, H, Dk]; select the rows of the summaries, or compute those of the context of these rows"
+            )
 
 
 def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
@@ -103,7 +131,7 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
 
     Raises:
-        ValueError: if the number of tokens does not fit the layout, or a grid has a start.
+        ValueError: if the number of tokens is zero or does not fit the layout, or a grid has a start.
     """
     chosen, tokens = order.layout if layout is None else layout, x.shape[1]
     if chosen.block_size is None or chosen.prefix_tokens:
@@ -117,6 +145,8 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
     size = chosen.block_size
     if start < 0:
         raise ValueError(f"start={start} must not be negative")
+    if tokens == 0:
+        raise ValueError(f"0 {name} tokens, but attention needs at least one: {list(x.shape)}")
     lead = size - start % size
     if lead == size:
         return Placement(BlockLayout((tokens,), block_size=size), None, None, {"block_size": size})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
+from weakref import ref
 
+import torch
 from mhla_kernels import mhla_attention
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import TokenLayout
@@ -59,12 +61,12 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
 
     @override
     def summaries_of(self, k: Tensor, v: Tensor, key_mask: Tensor | None, context: Placement) -> ContextSummaries:
-        repeats = self.heads // self.key_value_heads
+        repeats, width = self.heads // self.key_value_heads, k.shape[-1]
         k, v = k.repeat_interleave(repeats, 2), v.repeat_interleave(repeats, 2)
         _, k, feature_map = self._features(k[:, :0], k)
         layout = _token_layout(k.shape[1], context.blocks if self.uses_blocks else {"block_size": k.shape[1]})
         with without_autocast(k.device.type):
-            return ContextSummaries(summarize_keys(k, v, layout, feature_map, key_mask), context, v.dtype)
+            return ContextSummaries(summarize_keys(k, v, layout, feature_map, key_mask), context, ref(self), width)
 
     @override
     def attend_summaries(self, inputs: CrossInputs, summaries: ContextSummaries) -> Tensor:
@@ -72,21 +74,21 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
         weighting = check_weighting(q, False, self.config.normalize, None, self.eps, feature_map)
         one_block = not self.uses_blocks or inputs.queries.layout.num_blocks == 1
         first = inputs.first if self.uses_blocks else 0
+        # a mixture without a graph has no gradients to give, one with a graph keeps it alive, and training changes coefficients
+        stores = one_block and not torch.is_grad_enabled()
         blocks: dict[str, Any] = {"block_size": q.shape[1]}
         with without_autocast(q.device.type):
-            if one_block and summaries.mixture is not None and summaries.mixture[0] == first:
+            if stores and summaries.mixture is not None and summaries.mixture[0] == first:
                 mixtures = summaries.mixture[1]
             else:
                 matrix, of_queries = self.coefficients(inputs)
                 mixtures = summaries.keys.mix(matrix)
-                if one_block:
-                    summaries.mixture = first, mixtures
-                else:
-                    blocks = of_queries
+                blocks = blocks if one_block else of_queries
+                summaries.mixture = (first, mixtures) if stores else None
             out = read_summaries(
                 q, mixtures, _token_layout(q.shape[1], blocks), weighting, feature_map, inputs.query_mask
             )
-        return out.to(summaries.dtype)
+        return out.to(inputs.q.dtype)
 
     @property
     def eps(self) -> float:

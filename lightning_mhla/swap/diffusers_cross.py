@@ -61,7 +61,8 @@ TEXTS = 4
 class TextMemory:
     """Texts that the layers of a model have read, with the key-value summaries of each layer.
 
-    A text is recognized by its values, since a model encodes it again in every step.
+    A text is recognized by its values, since a model encodes it again in every step. The values are copied, because a caller
+    may write a different text to the same tensor.
     """
 
     def __init__(self) -> None:
@@ -81,14 +82,16 @@ class TextMemory:
         same = (layers for text, mask, layers in self.texts if _equal(text, context) and _equal(mask, real))
         if (summaries := next(same, None)) is None:
             summaries = {}
-            self.texts.append((context, real, summaries))
+            self.texts.append((context.clone(), None if real is None else real.clone(), summaries))
         if attention not in summaries:
             summaries[attention] = attention.summarize(context, real, projections=projections)
         return summaries[attention]
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and a.shape == b.shape and torch.equal(a, b))
+    if a is None or b is None:
+        return a is b
+    return a.dtype == b.dtype and torch.equal(a, b)  # torch.equal compares shapes, but not dtypes
 
 
 @contextmanager
@@ -97,19 +100,21 @@ def read_texts_once(model: nn.Module) -> Iterator[None]:
 
     All denoising steps then read the key-value summaries of the first step, with the same outputs up to rounding. The weights
     of the model must not change inside the context. Only for passes without gradients on a CPU, outside of compiled graphs:
-    fused kernels read keys, not summaries. A model without swapped cross-attention does not change.
+    fused kernels read keys, not summaries. A model without swapped cross-attention does not change. A context inside of another
+    one has texts of its own, and the outer one continues with its texts afterwards.
 
     Args:
         model: diffusers transformer.
     """
     memory, processors = TextMemory(), [x for x in model.modules() if isinstance(x, SwappedCrossAttention)]
+    outer_memories = [processor.memory for processor in processors]
     for processor in processors:
         processor.memory = memory
     try:
         yield
     finally:
-        for processor in processors:
-            processor.memory = None
+        for processor, outer_memory in zip(processors, outer_memories, strict=True):
+            processor.memory = outer_memory
 
 
 class SwappedCrossAttention(GridProcessor):

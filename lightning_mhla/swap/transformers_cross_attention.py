@@ -12,6 +12,7 @@ kept there too, from the second token on, so that a token costs as many products
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import Any, NamedTuple
@@ -52,7 +53,8 @@ class CrossCall(NamedTuple):
 class SummarizedLayer(DynamicLayer):
     """Layer of transformers' cache that holds the keys and values of an encoder, and their key-value summaries.
 
-    Batch rows of the summaries are reordered, repeated and selected together with those of the keys.
+    Batch rows of the summaries are reordered, repeated and selected together with those of the keys. A copy of the layer, and
+    one that is written to a file, has no summaries, and computes them again.
     """
 
     summaries: ContextSummaries | None = None
@@ -91,7 +93,7 @@ class SummarizedLayer(DynamicLayer):
             real: mask of keys that are not padding, ``[B, Nk]`` bool; None without padding.
 
         Returns:
-            The summaries; None if those of this layer are of different keys or of a different mask.
+            The summaries; None if those of this layer are of different keys, of a different mask or of a different attention.
         """
         if self.summaries is None:
             moved, (keys, values) = padding_to_end(real, k.transpose(1, 2), v.transpose(1, 2))
@@ -99,35 +101,50 @@ class SummarizedLayer(DynamicLayer):
             self.summaries = attention.summarize(keys.flatten(2), moved, projections=projections)
             self.real, self.summarized = real, k
         same = real is self.real or (real is not None and self.real is not None and torch.equal(real, self.real))
-        return self.summaries if same and k is self.summarized else None
+        return self.summaries if same and k is self.summarized and self.summaries.layer() is attention else None
 
     @override
     def reset(self) -> None:
         super().reset()
-        self.summaries = self.real = self.summarized = None
+        self._forget()
 
     @override
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
-        self._select(beam_idx)
+        self._change_rows(partial(super().reorder_cache, beam_idx), lambda rows: rows[beam_idx.cpu()])
 
     @override
     def batch_repeat_interleave(self, repeats: int) -> None:
-        rows = torch.arange(len(self.keys)).repeat_interleave(repeats)
-        super().batch_repeat_interleave(repeats)
-        self._select(rows)
+        self._change_rows(
+            partial(super().batch_repeat_interleave, repeats), lambda rows: rows.repeat_interleave(repeats)
+        )
 
     @override
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(len(self.keys))[indices.cpu()]  # indices may be a mask
-        super().batch_select_indices(indices)
-        self._select(rows)
+        # indices may be a mask
+        self._change_rows(partial(super().batch_select_indices, indices), lambda rows: rows[indices.cpu()])
 
-    def _select(self, rows: Tensor) -> None:
-        if self.summaries is not None:
+    def _change_rows(self, change: Callable[[], None], choose: Callable[[Tensor], Tensor]) -> None:
+        """Change the batch rows of the keys and values, and select those of the summaries, unless these are of former keys.
+
+        Args:
+            change: function that changes the rows of the keys and values.
+            choose: function from the indices of the B former rows, ``[B]`` int64, to those of the new ones.
+        """
+        if self.summarized is not self.keys:  # an update or a crop came after the last read
+            self._forget()
+        change()
+        if self.summaries is not None and self.summarized is not None:
+            rows = choose(torch.arange(len(self.summarized)))
             self.summaries = self.summaries.select(rows)
             self.real = None if self.real is None else self.real[rows.to(self.real.device)]
             self.summarized = self.keys
+
+    def _forget(self) -> None:
+        self.summaries = self.real = self.summarized = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes that a copy gets: summaries belong to one layer of one process."""
+        return {**vars(self), "summaries": None, "real": None, "summarized": None}
 
 
 def install(module: Any, attention: CrossAttention) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig, BlockLayout, CrossAttentionConfig, MHLACrossAttention
-from lightning_mhla.attention import CrossAttention, build_cross_attention
+from lightning_mhla.attention import CrossAttention, CrossProjections, build_cross_attention
 from lightning_mhla.attention.cross_mixing import initial_cross_mixing
 from lightning_mhla.attention.mixing import LARGEST_DECAY, locality_mixing
 
@@ -179,6 +180,99 @@ def test_summaries_of_a_context_are_read_like_its_tokens(options: dict[str, Any]
         layer(x, summaries, context_mask=readable)
     with pytest.raises(ValueError, match="kind 'softmax' has no summaries"):
         build(SEQUENCE, TEXT, kind="softmax").summarize(context)
+
+
+SUMMARIZED: list[dict[str, Any]] = [
+    {"mixing_per_head": True},
+    {"mixing": "exponential", "feature_map": "learned", "key_value_heads": 1},
+    {"kind": "linear", "gate": True},
+]
+SUMMARIZED_IDS = ["per head", "exponential", "linear"]
+
+
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("options", SUMMARIZED, ids=SUMMARIZED_IDS)
+def test_calls_without_gradients_leave_those_of_a_later_call(
+    options: dict[str, Any], scope: type[AbstractContextManager[None]]
+) -> None:
+    """A block is read without gradients, then with them, then without them after a step of an optimizer."""
+    layer = build(SEQUENCE, TEXT, **options)
+    x, context = (t.requires_grad_() for t in tokens(24, 18))
+    leaves, piece = [context, *layer.parameters()], {"start": 5}
+    want = torch.autograd.grad(layer(x[:, 5:8], context, **piece).square().sum(), leaves)
+    summaries = layer.summarize(context)
+    with scope():
+        plain = layer(x[:, 5:8], summaries, **piece).clone()
+    got = torch.autograd.grad(layer(x[:, 5:8], summaries, **piece).square().sum(), leaves, retain_graph=True)
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+    with scope():
+        assert torch.equal(layer(x[:, 5:8], summaries, **piece), plain)
+    mixing = [parameter for name, parameter in layer.named_parameters() if "mixing" in name]
+    if mixing:
+        optimizer = torch.optim.SGD(mixing, lr=0.1)
+        layer(x[:, 5:8], summaries, **piece).square().sum().backward()
+        optimizer.step()
+        with scope():
+            changed = layer(x[:, 5:8], context, **piece)
+            torch.testing.assert_close(layer(x[:, 5:8], summaries, **piece), changed, rtol=1e-9, atol=1e-9)
+        assert not torch.allclose(changed, plain), "the step changes the coefficients"
+
+
+@pytest.mark.parametrize("options", SUMMARIZED, ids=SUMMARIZED_IDS)
+def test_summaries_that_do_not_fit_are_rejected(options: dict[str, Any]) -> None:
+    layer = build(SEQUENCE, TEXT, **options)
+    x, context = tokens(24, 18)
+    summaries = layer.summarize(context)
+    for rows in ([0], [0, 1, 1]):
+        with pytest.raises(ValueError, match=rf"summaries of 2 rows, 3 heads and keys of width 4 .* \[{len(rows)}, 24"):
+            layer(x[rows], summaries)
+        with pytest.raises(ValueError, match=rf"summaries of {len(rows)} rows"):
+            layer(x, summaries.select(torch.tensor(rows)))
+    for shape in ((6, 4), (3, 8), (1, 4)):
+        queries = CrossProjections(
+            lambda x, shape=shape: x.new_ones(*x.shape[:2], *shape), lambda c: (c, c), lambda out: out
+        )
+        with pytest.raises(ValueError, match=rf"do not fit queries \[2, 24, {shape[0]}, {shape[1]}\]"):
+            layer(x, summaries, projections=queries)
+    others = [copy.deepcopy(layer), build(SEQUENCE, TEXT, **options), build(SEQUENCE, TEXT, kind="softmax")]
+    for other in others:
+        with pytest.raises(ValueError, match="computed by a different layer"):
+            other(x, summaries)
+    with torch.no_grad():
+        copied = copy.deepcopy(layer.summarize(context))
+    torch.testing.assert_close(layer(x, copied), layer(x, context), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("options", SUMMARIZED, ids=SUMMARIZED_IDS)
+def test_outputs_have_the_dtype_of_the_queries(options: dict[str, Any]) -> None:
+    """Summaries that are computed under autocast and read outside of it, and the other way round."""
+    layer = build(SEQUENCE, TEXT, **options).float()
+    x, context = (t.float() for t in tokens(24, 18))
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    want = layer(x, context)
+    with cast:
+        low, low_want = layer.summarize(context), layer(x, context)
+    out = layer(x, low)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, want, rtol=0.05, atol=0.05)
+    with cast:
+        out = layer(x, layer.summarize(context)), layer(x[:, 5:8], low, start=5)
+    assert {y.dtype for y in out} == {low_want.dtype} == {torch.bfloat16}
+    torch.testing.assert_close(out[0], low_want, rtol=0.05, atol=0.05)
+    half = build(SEQUENCE, TEXT, **options).bfloat16()
+    assert half(x.bfloat16(), half.summarize(context.bfloat16())).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["mhla", "linear", "softmax"])
+def test_a_side_without_tokens_is_named(kind: str) -> None:
+    layer, (x, context) = build(SEQUENCE, TEXT, kind=kind), tokens(24)
+    for start in (0, 7):
+        with pytest.raises(ValueError, match=r"0 query tokens, but attention needs at least one: \[2, 0, 12\]"):
+            layer(x[:, :0], context, start=start)
+    with pytest.raises(ValueError, match=r"0 context tokens, but attention needs at least one: \[2, 0, 7\]"):
+        layer(x, context[:, :0])
+    with pytest.raises(ValueError, match="0 query tokens for a layout of 30"):
+        build(kind=kind)(x[:, :0], context)
 
 
 @pytest.mark.parametrize("kind", ["mhla", "linear", "softmax"])

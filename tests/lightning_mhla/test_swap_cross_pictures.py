@@ -6,7 +6,7 @@ import copy
 import os
 import subprocess
 import sys
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +305,46 @@ def test_keys_of_a_text_are_projected_once() -> None:
     assert len(calls) == 2
     output(model, "Wan", text())
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("kind", ["mhla", "linear"])
+@pytest.mark.parametrize("scope", [torch.no_grad, torch.inference_mode])
+def test_a_text_that_is_overwritten_is_read_again(scope: type[AbstractContextManager[None]], kind: str) -> None:
+    """A tensor that gets a different text, in place and through NumPy, and then a different mask."""
+    model = swapped(tiny("PixArt"), "PixArt", kind)
+    output(model, "PixArt", text())  # the layers get the token grid
+    attention, first, second = model.transformer_blocks[0].attn2, torch.randn(2, 11, 16), torch.randn(2, 11, 16)
+    x = torch.randn(2, 64, 16)
+    with scope():
+        read, mask = first.clone(), torch.ones(2, 11)
+        with read_texts_once(model):
+            outs = [attention(x, encoder_hidden_states=read, attention_mask=mask)]
+            read.copy_(second)
+            outs.append(attention(x, encoder_hidden_states=read, attention_mask=mask))
+            read.numpy()[:] = first.numpy()
+            outs.append(attention(x, encoder_hidden_states=read, attention_mask=mask))
+            mask[:, 5:] = 0
+            outs.append(attention(x, encoder_hidden_states=read, attention_mask=mask))
+        hidden = [attention(x, encoder_hidden_states=y) for y in (first, second, first)]
+        hidden.append(attention(x, encoder_hidden_states=first, attention_mask=mask))
+    for got, want in zip(outs, hidden, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(outs[0], outs[1])
+    assert not torch.allclose(outs[0], outs[3])
+
+
+def test_an_inner_scope_leaves_the_texts_of_the_outer_one() -> None:
+    """Inner scopes that end normally and by an error."""
+    model, calls = swapped(tiny("Wan"), "Wan"), []
+    model.blocks[0].attn2.to_k.register_forward_hook(lambda *_: calls.append(1))
+    with read_texts_once(model):
+        want = output(model, "Wan", text())
+        with read_texts_once(model):
+            output(model, "Wan", text())
+        with pytest.raises(ValueError, match="context blocks do not fit"), read_texts_once(model):
+            output(model, "Wan", text(23))
+        assert len(calls) == 3, "each scope projects the keys once"
+        assert torch.equal(output(model, "Wan", text()), want)
+        assert len(calls) == 3, "the outer scope has its text"
+    output(model, "Wan", text())
+    assert len(calls) == 4, "no text is stored outside"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
 import torch
 from test_swap_cross import IDS, KINDS, logits, read, swapped, tiny
 from torch import Tensor
-from transformers import EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache
 
 from lightning_mhla.attention import AttentionConfig
 
@@ -148,3 +149,74 @@ def test_a_changed_mask_or_a_cache_that_is_used_again_is_not_read_by_old_summari
             rows.append(model(**second, **call).logits)
     want = logits(model, second, tokens, use_cache=False)
     torch.testing.assert_close(torch.cat(rows, 1), want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("rows", ["reorder", "repeat", "select"])
+@pytest.mark.parametrize("change", ["update", "crop"])
+@torch.no_grad()
+def test_summaries_of_former_keys_are_not_read_after_rows_change(change: str, rows: str) -> None:
+    """The keys change, before or after a further token, and then the rows; a cache that was never read has the same keys."""
+    model = double("Bart")
+    inputs, tokens = {"input_ids": inputs_of(model)["input_ids"]}, torch.randint(4, 99, (2, 6))
+    for reads in (False, True):
+        _, cache = written_with_cache(model, inputs, tokens[:, :4])
+        for index, layer in enumerate(cache.cross_attention_cache.layers):
+            more = torch.randn(2, 2, 4, 3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(index))
+            if change == "update":
+                cache.cross_attention_cache.update(more[0], more[1], index)
+            else:
+                layer.crop(-4)
+        if reads:
+            model(decoder_input_ids=tokens[:, 4:5], encoder_outputs=encoded(model, inputs), past_key_values=cache)
+        if rows == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0]))
+        elif rows == "repeat":
+            cache.batch_repeat_interleave(2)
+        else:
+            cache.batch_select_indices(torch.tensor([1]))
+        unread = EncoderDecoderCache(copy.deepcopy(cache.self_attention_cache), DynamicCache())
+        for index, layer in enumerate(cache.cross_attention_cache.layers):
+            unread.cross_attention_cache.update(layer.keys, layer.values, index)
+            unread.is_updated[index] = True
+        batch = len(cache.cross_attention_cache.layers[0].keys)
+        call = {
+            "decoder_input_ids": tokens[:1, 5:].expand(batch, -1),
+            "encoder_outputs": (torch.zeros(batch, 11, 32).double(),),
+        }
+        outs = [model(**call, past_key_values=x).logits for x in (cache, unread)]
+        torch.testing.assert_close(*outs, rtol=1e-9, atol=1e-9)
+
+
+def encoded(model: Any, inputs: dict[str, Tensor]) -> Any:
+    return model.get_encoder()(**inputs)
+
+
+@torch.no_grad()
+def test_rows_of_an_empty_cache_change_nothing() -> None:
+    """A cache that was read, and one whose layers were never read, after reset; both are then used again."""
+    model = double("T5")
+    inputs, tokens = inputs_of(model), torch.randint(4, 99, (2, 6), generator=torch.Generator().manual_seed(5))
+    want = logits(model, inputs, tokens, use_cache=False)
+    for columns in (1, 4):
+        _, cache = written_with_cache(model, inputs, tokens[:, :columns])
+        cache.reset()
+        cache.reorder_cache(torch.tensor([1, 0]))
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([True, False]))
+        assert cache.get_seq_length() == 0
+        outs = [model(**inputs, decoder_input_ids=tokens[:, i : i + 1], past_key_values=cache).logits for i in range(6)]
+        torch.testing.assert_close(torch.cat(outs, 1), want, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+def test_copies_of_a_cache_and_of_a_model_continue() -> None:
+    """A copied and a pickled cache, and a copy of the model whose summaries those of the cache are not."""
+    model = double("Bart")
+    inputs, tokens = inputs_of(model), torch.randint(4, 99, (2, 6), generator=torch.Generator().manual_seed(5))
+    want = logits(model, inputs, tokens, use_cache=False)[:, 4:]
+    _, cache = written_with_cache(model, inputs, tokens[:, :4])
+    copied_model = copy.deepcopy(model)
+    pairs = [(model, copy.deepcopy(cache)), (model, pickle.loads(pickle.dumps(cache))), (copied_model, cache)]
+    for reader, copied in pairs:
+        out = reader(**inputs, decoder_input_ids=tokens[:, 4:], past_key_values=copied, use_cache=True).logits
+        torch.testing.assert_close(out, want, rtol=1e-9, atol=1e-9)
