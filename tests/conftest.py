@@ -140,6 +140,7 @@ LONG = (
     "test_linearize_command::test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_exported",
     "test_linearize_command::test_an_image_encoder",
     "test_linearize_command::test_killed_and_called_again_it_ends_with_the_same_weights",
+    "test_linearize_timm::test_a_broken_model_on_the_hub_is_named",
     "test_linearize_timm::test_from_a_folder_to_an_export_in_another_process",
     "test_linearize_timm::test_what_is_not_supported_is_one_line",
     "test_linearized_settings::test_from_the_original_to_generation_in_another_process",

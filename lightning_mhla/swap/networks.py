@@ -88,7 +88,11 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
 
 
 def read_description(pretrained: str) -> dict[str, Any]:
-    """Read the description of a model as plain data, in the form that :func:`describe` returns.
+    """Read the description of a model as plain data.
+
+    The description of a model of transformers has the form that :func:`describe` returns. A checkpoint may also hold an encoder
+    of timm, whose description has the form at the top of :mod:`lightning_mhla.swap.timm_networks`. The entries of a description
+    from a checkpoint are not checked before a model is built from it.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
@@ -96,15 +100,15 @@ def read_description(pretrained: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the checkpoint holds a model that is not from transformers, or the model is quantized.
+        ValueError: if the checkpoint holds a model that is not from transformers or timm, or the model is quantized.
     """
     path = Path(pretrained)
     if not path.exists() or (path / "config.json").is_file():
         return describe(read_configuration(pretrained), pretrained)
     memory = read_header(resolve_checkpoint(path)).get("hyper_parameters") or {}
-    network: dict[str, Any] | None = memory.get("network")
-    if network is None:
-        raise ValueError(f"{pretrained} does not contain a transformers model")
+    network = memory.get("network")
+    if not isinstance(network, dict):
+        raise ValueError(f"{pretrained} does not contain a model of transformers or timm")
     return network
 
 

@@ -3,7 +3,8 @@
 A description is a dict with these entries:
 
 * ``architecture``: timm's name of the architecture, such as ``vit_small_patch14_dinov2``.
-* ``model_args``: options of the model. Dropout is left out, and images of any size are accepted (``dynamic_img_size``).
+* ``model_args``: options of the constructor of the model's class. Rates of dropout and stochastic depth are left out, and
+  images of any size are accepted (``dynamic_img_size``).
 * ``pretrained_cfg``: timm's facts about the weights, such as the size and the normalization of images; without their location.
 """
 
@@ -11,6 +12,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import fields
+from inspect import Parameter, signature
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -30,8 +33,14 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 PREFIX, OWNER = "timm:", "timm/"
 """Beginnings of the names of models of timm: ``timm:ARCHITECTURE``, ``timm:OWNER/NAME`` and ``timm/NAME``."""
 
-WEIGHTS = (".safetensors", ".bin", ".pth")
-"""Suffixes of files of weights that timm reads from a folder."""
+WEIGHTS = (".safetensors", ".pth", ".pth.tar", "pytorch_model.bin")
+"""Ends of the names of files of weights that timm reads from a folder. Trainers save other ``.bin`` files next to them."""
+
+ENTRIES = {"architecture": str, "model_args": Mapping, "pretrained_cfg": Mapping}
+"""Types of the entries of a description, which are also those of the same entries in timm's ``config.json``."""
+
+RATES = ("drop_rate", "drop_path_rate")
+"""Ends of the names of options that make a model random during training."""
 
 LOCATION = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
 """Entries of timm's ``pretrained_cfg`` that say where the weights are."""
@@ -45,13 +54,15 @@ def timm_name(pretrained: str) -> str | None:
             ``timm:OWNER/NAME`` or ``timm/NAME`` for a model on the Hugging Face Hub. A folder takes precedence.
 
     Raises:
-        ValueError: if the folder's ``config.json`` is not JSON, or nothing follows ``timm:``.
+        ValueError: if the folder's ``config.json`` is not JSON or not as timm writes it, or nothing follows ``timm:``.
     """
-    folder = Path(pretrained)
-    if (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
-        is_timm = isinstance(config.get("architecture"), str) and "model_type" not in config
-        return f"local-dir:{folder.resolve()}" if is_timm else None
+    folder, file = Path(pretrained), Path(pretrained) / "config.json"
+    if file.is_file():
+        config = read_json(file)
+        if "model_type" in config or not ENTRIES.keys() & config.keys():
+            return None
+        _check_types(config, str(file))
+        return f"local-dir:{folder.resolve()}"
     if folder.exists() or not pretrained.startswith((PREFIX, OWNER)):
         return None
     name = pretrained.removeprefix(PREFIX)
@@ -70,27 +81,17 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
         FileNotFoundError: if the folder has no weights, or the model cannot be read from the hub.
         ValueError: if timm cannot build the model or publishes no weights of it, or its attention cannot be replaced.
     """
-    import timm
     from timm import models as timm_models  # executes timm, whose import the command line defers
 
-    name, model_args = str(timm_name(pretrained)), {}
+    name, config = str(timm_name(pretrained)), {}
     register()  # the architecture of folders of swapped models
     if name.startswith("local-dir:"):
-        model_args = dict(read_json(Path(pretrained) / "config.json").get("model_args") or {})
-        if not any(path.suffix in WEIGHTS for path in Path(pretrained).iterdir()):
+        config = read_json(Path(pretrained) / "config.json")
+        if not any(path.name.endswith(WEIGHTS) for path in Path(pretrained).iterdir()):
             raise FileNotFoundError(f"{pretrained} has no weights (model.safetensors or pytorch_model.bin)")
     elif name.startswith("hf-hub:"):
-        try:
-            model_args = dict(timm_models.load_model_config_from_hf(name.removeprefix("hf-hub:"))[2])
-        except (OSError, *BROKEN) as error:
-            raise FileNotFoundError(
-                f"{pretrained} is not a folder, and timm cannot read it from the hub ({reason(error)})"
-            ) from error
-    with torch.device("meta"):
-        try:
-            model: Any = timm.create_model(name, pretrained=False)
-        except BROKEN as error:
-            raise ValueError(f"timm {timm.__version__} cannot build {pretrained} ({reason(error)})") from error
+        config = _hub_config(pretrained, name.removeprefix("hf-hub:"))
+    model = _create(name, pretrained, "meta")
     try:
         host_of(model).layers(model)
     except ValueError as error:
@@ -100,11 +101,11 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
     facts = model.pretrained_cfg
     if not any(facts.get(place) for place in LOCATION):
         raise ValueError(f"timm publishes no weights of {pretrained}; add a tag, such as {pretrained}.TAG")
-    options = {key: value for key, value in model_args.items() if key not in (HOST_MODEL, SAVED)}
+    options = {key: value for key, value in config.get("model_args", {}).items() if key not in (HOST_MODEL, SAVED)}
     description = {
         "architecture": facts["architecture"],
         "model_args": {
-            **{key: value for key, value in options.items() if not key.endswith("drop_rate")},
+            **{key: value for key, value in options.items() if not key.endswith(RATES)},
             "dynamic_img_size": True,
         },
         "pretrained_cfg": {
@@ -112,32 +113,54 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
         },
     }
     plain: dict[str, Any] = json.loads(json.dumps(description))
-    build_timm(plain, "meta")
+    build_timm(plain, "meta", pretrained)
     return plain
 
 
-def build_timm(network: Mapping[str, Any], device: str = "cpu") -> Any:
+def build_timm(network: Mapping[str, Any], device: str = "cpu", name: str = "network") -> Any:
     """Build a vision transformer of timm with random weights from its description.
 
+    The model has no randomness during training: no dropout, no stochastic depth and no random rotary positions, not even those
+    that are defaults of the architecture.
+
     Args:
-        network: description, see the top of this module.
+        network: description, see the top of this module. It may come from a file that is not trusted.
         device: device of the weights; ``"meta"`` for none.
+        name: name of the description in error messages.
 
     Raises:
-        ValueError: if timm has no such architecture, or does not accept the options.
+        ValueError: if an entry of the description is missing, unknown or of a wrong type, timm has no such vision transformer,
+            or its constructor does not accept the options.
     """
     import timm
+    from timm import layers, models  # executes timm, whose import the command line defers
 
-    architecture, options = network["architecture"], network["model_args"]
-    if not timm.models.is_model(architecture):
-        raise ValueError(f"timm {timm.__version__} has no architecture {architecture!r}")
-    with torch.device(device):
-        try:
-            return timm.create_model(
-                architecture, pretrained=False, pretrained_cfg=dict(network["pretrained_cfg"]), **options
+    if different := sorted(map(str, network.keys() ^ ENTRIES.keys())):
+        state = "is missing" if different[0] in ENTRIES else "is unknown"
+        raise ValueError(f"{name}: {different[0]} {state}; a model of timm is described by {', '.join(ENTRIES)}")
+    _check_types(network, name)
+    architecture, options, facts = (network[entry] for entry in ENTRIES)
+    if not models.is_model(architecture):
+        raise ValueError(f"{name}: timm {timm.__version__} has no architecture {architecture!r}")
+    # timm.create_model and its builders take more arguments than models have options, and some of them read files.
+    kind = type(vision_transformer(_create(architecture, name, "meta")))
+    plain_facts = {field.name for field in fields(models.PretrainedCfg)} - {*LOCATION}
+    for entry, names in (("model_args", _options(kind)), ("pretrained_cfg", plain_facts)):
+        if unknown := sorted(map(str, network[entry].keys() - names)):
+            raise ValueError(
+                f"{name}: {entry} of {architecture} has no entry {unknown[0]!r}; it has {', '.join(sorted(names))}"
             )
-        except BROKEN as error:
-            raise ValueError(f"timm cannot build {architecture} with {options} ({reason(error)})") from error
+    model = _create(
+        architecture, f"{name} ({architecture} with {options})", device, pretrained_cfg=dict(facts), **options
+    )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(module, layers.DropPath):
+            module.drop_prob = 0.0
+        elif getattr(module, "aug_active", False):  # rotary positions that are shifted and scaled at random
+            module.aug_active = False
+    return model
 
 
 def load_timm(network: nn.Module, pretrained: str) -> None:
@@ -167,3 +190,51 @@ def _published(pretrained: str) -> Mapping[str, Tensor]:
     except (*BROKEN, UnpicklingError, SafetensorError) as error:
         raise ValueError(f"timm cannot read the weights of {pretrained} ({reason(error)})") from error
     return model.float().state_dict()
+
+
+def _check_types(entries: Mapping[str, Any], place: str) -> None:
+    """Check the types of the entries of a description or of timm's ``config.json``; only ``architecture`` is required.
+
+    Raises:
+        ValueError: if an entry has a wrong type. The message begins with ``place``.
+    """
+    for entry, kind in ENTRIES.items():
+        value = entries.get(entry, None if kind is str else {})
+        if not isinstance(value, kind):
+            wanted = "the name of an architecture of timm" if kind is str else "a mapping of names to values"
+            raise ValueError(f"{place}: {entry}={str(value)[:60]} must be {wanted}")
+
+
+def _hub_config(pretrained: str, name: str) -> dict[str, Any]:
+    """Read timm's ``config.json`` of a model on the Hugging Face Hub; messages call it ``pretrained``."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        config = read_json(Path(hf_hub_download(name, "config.json")))
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{pretrained} is not a folder, and timm cannot read it from the hub ({reason(error)})"
+        ) from error
+    _check_types(config, f"config.json of {pretrained}")
+    return config
+
+
+def _create(architecture: str, name: str, device: str, **options: Any) -> Any:
+    """Call ``timm.create_model`` for a model with random weights; messages call it ``name``."""
+    import timm
+
+    with torch.device(device):
+        try:
+            return timm.create_model(architecture, pretrained=False, **options)
+        except BROKEN as error:
+            raise ValueError(f"timm {timm.__version__} cannot build {name} ({reason(error)})") from error
+
+
+def _options(kind: type[nn.Module]) -> set[str]:
+    """Return the names of the options of a model's constructor, except for the device and dtype of the weights."""
+    bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
+    variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    names = {
+        option.name for base in bases for option in signature(base).parameters.values() if option.kind not in variable
+    }
+    return names - {"device", "dtype"}

@@ -26,7 +26,8 @@ class EncoderLibrary(ABC):
 
     @abstractmethod
     def build(self, network: dict[str, Any]) -> Any:
-        """Build an encoder with random weights from its description, without dropout, which would blur the targets.
+        """Build an encoder with random weights from its description, without dropout and stochastic depth, which would blur the
+        targets.
 
         Raises:
             ValueError: if the library has no encoder for the description.
@@ -58,8 +59,21 @@ class EncoderLibrary(ABC):
         """Compute the token vectors ``[B, N, dim]`` of images ``[B, channels, height, width]``.
 
         Raises:
-            ValueError: if the encoder does not take images of this size.
+            ValueError: if the encoder does not take images of this size or with this number of channels.
         """
+
+    def check_channels(self, model: Any, images: Tensor) -> None:
+        """Check the shape of images for an encoder.
+
+        Raises:
+            ValueError: if ``images`` is not ``[B, channels, height, width]`` with the encoder's number of channels.
+        """
+        channels = self.channels(model)
+        if images.ndim != 4 or images.shape[1] != channels:
+            raise ValueError(
+                f"the encoder takes images [batch, {channels}, height, width], not {list(images.shape)}; set the number of "
+                f"channels to {channels}"
+            )
 
     @abstractmethod
     def channels(self, model: Any) -> int:
@@ -83,7 +97,7 @@ class TransformersEncoders(EncoderLibrary):
     def build(self, network: dict[str, Any]) -> Any:
         config = build_configuration(network)
         for name, value in config.to_dict().items():
-            if name.endswith(("dropout", "dropout_prob")) and isinstance(value, float):
+            if name.endswith(("dropout", "dropout_prob", "drop_path_rate")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         try:
             return AutoModel.from_config(config, trust_remote_code=False)
@@ -104,6 +118,7 @@ class TransformersEncoders(EncoderLibrary):
 
     @override
     def encode_images(self, model: Any, images: Tensor) -> Tensor:
+        self.check_channels(model, images)
         # ViT takes images of a different size only with this argument, which DINOv2 does not have.
         name = "interpolate_pos_encoding"
         options = {name: True} if name in signature(model.forward).parameters else {}
@@ -138,6 +153,7 @@ class TimmEncoders(EncoderLibrary):
 
     @override
     def encode_images(self, model: Any, images: Tensor) -> Tensor:
+        self.check_channels(model, images)
         patch, sides = model.patch_embed.patch_size, images.shape[-2:]
         if any(side % length for side, length in zip(sides, patch, strict=True)):
             raise ValueError(

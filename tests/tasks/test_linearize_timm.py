@@ -21,9 +21,11 @@ from mhla_tasks.tools.export import load_trained
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
 from PIL import Image
 from timm.models import save_for_hf
+from transformers import Dinov2Config, Dinov2Model, ViTConfig, ViTModel
 
 from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.swap import swapped_layers
+from lightning_mhla.training.encoder_libraries import describe_encoder, library_of, load_encoder
 
 SIZES: dict[str, Any] = {"patch_size": 14, "embed_dim": 32, "depth": 2, "num_heads": 2, "img_size": 56}
 VIT, DISTILLED = "vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224"
@@ -58,6 +60,14 @@ def save_photos(folder: Path) -> Path:
 
 def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mhla_tasks", "linearize", *words]
+
+
+def change_config(folder: Path, **entries: Any) -> None:
+    """Change entries of ``config.json``; those of ``model_args`` are added if they are a dict."""
+    config = json.loads((folder / "config.json").read_text())
+    if isinstance(arguments := entries.get("model_args"), dict):
+        entries["model_args"] = {**config["model_args"], **arguments}
+    (folder / "config.json").write_text(json.dumps({**config, **entries}))
 
 
 def encoder(folder: Path, **options: Any) -> LinearizedImageEncoder:
@@ -198,6 +208,198 @@ def test_from_a_folder_to_an_export_in_another_process(kind: str, bin_file: bool
     assert "load_swapped" in card
     with pytest.raises(ValueError, match="has replaced attention already"):
         open_source(str(tmp_path / "out"), tmp_path / "converted")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "rates"),
+    [
+        (VIT, {"num_classes": 0}, {"drop_path_rate": 0.5}),
+        (VIT, {"num_classes": 0}, {"proj_drop_rate": 0.5, "attn_drop_rate": 0.5, "pos_drop_rate": 0.5}),
+        (VIT, {"num_classes": 0}, {"patch_drop_rate": 0.5}),
+        (DISTILLED, {"num_classes": 5}, {"drop_path_rate": 0.5}),
+        ("eva02_tiny_patch14_224", {"num_classes": 0}, {"drop_path_rate": 0.5, "proj_drop_rate": 0.5}),
+        ("vit_small_patch16_dinov3", {}, {"rope_rescale_coords": 4.0}),
+        ("vit_base_patch16_sapiens2", {"num_classes": 0, "num_kv_heads": [2, 1]}, {}),  # random positions by default
+    ],
+    ids=str,
+)
+def test_training_mode_is_not_random(name: str, options: dict[str, Any], rates: dict[str, Any], tmp_path: Path) -> None:
+    save_encoder(tmp_path, name, **options)
+    change_config(tmp_path, model_args=rates)
+    images = torch.randn(2, 3, 56, 56)
+    original = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).train()
+    assert not torch.equal(original.forward_features(images), original.forward_features(images))
+    model = load_encoder(str(tmp_path)).train()
+    assert torch.equal(model.forward_features(images), model.forward_features(images))
+    assert not {rate for rate in describe_encoder(str(tmp_path))["model_args"] if "drop" in rate}
+
+
+def test_training_mode_of_dinov2_of_transformers_is_not_random(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56}
+    Dinov2Model(Dinov2Config(**sizes, drop_path_rate=0.5, hidden_dropout_prob=0.5)).save_pretrained(tmp_path)
+    model, images = load_encoder(str(tmp_path)).train(), torch.randn(8, 3, 56, 56)
+    library = library_of(describe_encoder(str(tmp_path)))
+    assert torch.equal(library.encode_images(model, images), library.encode_images(model, images))
+
+
+@pytest.mark.parametrize("channels", [3, 1])
+@pytest.mark.parametrize("library_name", ["timm", "transformers"])
+def test_images_with_wrong_channels_are_named(library_name: str, channels: int, tmp_path: Path) -> None:
+    if library_name == "timm":
+        save_encoder(tmp_path, VIT, in_chans=channels, num_classes=0)
+    else:
+        sizes = {
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 56,
+            "patch_size": 14,
+        }
+        ViTModel(ViTConfig(**sizes, num_channels=channels)).save_pretrained(tmp_path)
+    model = encoder(tmp_path, attention=AttentionConfig(kind="softmax"), pooling="mean")
+    assert model({"image": torch.randn(2, channels, 56, 56)}).shape == (2, 32)
+    for shape in ((2, 4 - channels, 56, 56), (2, 4, 56, 56), (channels, 56, 56)):
+        with pytest.raises(
+            ValueError, match=rf"takes images \[batch, {channels}, height, width\], not .*{shape[1]}, 56"
+        ):
+            model({"image": torch.randn(*shape)})
+
+
+FACTS = {"input_size": [3, 56, 56], "num_classes": 0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_args": None}, "model_args is missing"),
+        ({"pretrained_cfg": None}, "pretrained_cfg is missing"),
+        ({"foo": 1}, "foo is unknown"),
+        ({"architecture": 5}, "architecture=5 must be the name"),
+        ({"architecture": ["vit_tiny_patch16_224"]}, "architecture=.* must be the name"),
+        ({"architecture": "vit_nowhere"}, "no architecture 'vit_nowhere'"),
+        ({"architecture": "resnet10t"}, "ResNet is not a vision transformer"),
+        ({"model_args": [1]}, r"model_args=\[1\] must be a mapping"),
+        ({"pretrained_cfg": "abc"}, "pretrained_cfg=abc must be a mapping"),
+        ({"pretrained_cfg": {**FACTS, "file": "w.pth"}}, "no entry 'file'"),
+        ({"pretrained_cfg": {**FACTS, "url": "https://example.com/w.pth"}}, "no entry 'url'"),
+        ({"pretrained_cfg": {**FACTS, "unheard": 1}}, "no entry 'unheard'"),
+        *(
+            ({"model_args": {**SIZES, option: value}}, f"no entry '{option}'")
+            for option, value in {
+                "pretrained_cfg_overlay": {"file": "w.pth"}, "pretrained": True, "pretrained_cfg": {}, "cache_dir": "cache",
+                "pretrained_strict": False, "pretrained_filter_fn": "abc", "scriptable": True, "exportable": True,
+                "no_jit": True, "features_only": True, "out_indices": [0], "pruned": True, "kwargs_filter": ["depth"],
+                "device": "cuda", "unheard": 1,
+            }.items()
+        ),
+        ({"model_args": {**SIZES, "depth": "abc"}}, "cannot build network .vit_tiny_patch16_224 with"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_description_is_checked(changes: dict[str, Any], message: str) -> None:
+    plain = {"architecture": VIT, "model_args": SIZES, "pretrained_cfg": FACTS, **changes}
+    network = {name: value for name, value in plain.items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        LinearizedImageEncoder(None, AttentionConfig(kind="softmax"), pooling="mean", network=network)
+
+
+def test_a_checkpoint_names_no_file_to_load(tmp_path: Path) -> None:
+    from lightning import Trainer
+
+    save_encoder(tmp_path / "vit", VIT, num_classes=0)
+    model = encoder(tmp_path / "vit", attention=AttentionConfig(kind="softmax"), pooling="mean")
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.strategy.connect(model)
+    trainer.save_checkpoint(tmp_path / "model.ckpt")
+    content = torch.load(tmp_path / "model.ckpt", weights_only=True)
+    weights = tmp_path / "vit/model.safetensors"
+    content["hyper_parameters"]["network"]["model_args"]["checkpoint_path"] = str(weights)
+    torch.save(content, tmp_path / "model.ckpt")
+    for load in (load_trained, lambda file: load_encoder(str(file))):
+        with pytest.raises(ValueError, match="model_args of vit_tiny_patch16_224 has no entry 'checkpoint_path'"):
+            load(tmp_path / "model.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"model_args": [1]}, r"model_args=\[1\] must be a mapping"),
+        ({"model_args": "abc"}, "model_args=abc must be a mapping"),
+        ({"model_args": None}, "model_args=None must be a mapping"),
+        ({"pretrained_cfg": 5}, "pretrained_cfg=5 must be a mapping"),
+        ({"architecture": 3}, "architecture=3 must be the name"),
+        ({"architecture": None}, "architecture=None must be the name"),
+    ],
+    ids=str,
+)
+def test_a_broken_folder_is_named(entries: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save_encoder(tmp_path / "vit", VIT, num_classes=0)
+    change_config(tmp_path / "vit", **entries)
+    for read in (load_encoder, lambda name: open_source(name, tmp_path / "converted"), image_side):
+        with pytest.raises(ValueError, match=f"vit/config.json: {message}"):
+            read(str(tmp_path / "vit"))
+
+
+def test_options_of_a_folder_are_those_of_its_model(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "vit", VIT, num_classes=0)
+    for option in ("pretrained_strict", "checkpoint_path", "device"):
+        shutil.copytree(tmp_path / "vit", tmp_path / option)
+        change_config(tmp_path / option, model_args={option: "cpu"})
+        with pytest.raises(ValueError, match=f"{option}.*'{option}'"):
+            load_encoder(str(tmp_path / option))
+
+
+def test_a_broken_model_on_the_hub_is_named(tmp_path: Path) -> None:
+    broken = {"options": {"model_args": [1]}, "name": {"architecture": 3}, "facts": {"pretrained_cfg": "abc"}}
+    for repository in ("vit", *broken):
+        cached = tmp_path / f"models--owner--{repository}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs/main").write_text("0" * 40)
+        save_encoder(cached / "snapshots" / ("0" * 40), VIT, num_classes=0)
+        change_config(cached / "snapshots" / ("0" * 40), **broken.get(repository, {}))
+    program = (
+        "import sys\n"
+        "from lightning_mhla.training.encoder_libraries import load_encoder\n"
+        "for name in sys.argv[1:]:\n"
+        "    try:\n"
+        "        print(len(load_encoder(f'timm:owner/{name}').blocks))\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, "vit", *broken], capture_output=True, text=True, check=False, timeout=120,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    blocks, *errors = done.stdout.splitlines()
+    assert blocks == "2"
+    assert [error.partition(" must be")[0] for error in errors] == [
+        "config.json of timm:owner/options: model_args=[1]",
+        "config.json of timm:owner/name: architecture=3",
+        "config.json of timm:owner/facts: pretrained_cfg=abc",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("file", "is_read"),
+    [
+        ("training_args.bin", False),
+        ("optimizer.bin", False),
+        ("notes.txt", False),
+        ("pytorch_model.bin", True),
+        ("open_clip_pytorch_model.bin", True),
+        ("model.pth", True),
+        ("tuned.pth.tar", True),
+    ],
+)
+def test_weights_are_the_files_that_timm_reads(file: str, is_read: bool, tmp_path: Path) -> None:
+    original = save_encoder(tmp_path, VIT, True, num_classes=0)
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / file)
+    if is_read:
+        assert torch.equal(load_encoder(str(tmp_path)).cls_token, original.cls_token)
+    else:
+        with pytest.raises(FileNotFoundError, match="has no weights"):
+            open_source(str(tmp_path), tmp_path / "converted")
 
 
 @pytest.mark.parametrize(
