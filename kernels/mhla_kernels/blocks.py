@@ -191,8 +191,7 @@ class TokenLayout(NamedTuple):
         """Compute for every token the index of its block and of its packed sequence, without waiting for the device."""
         position = torch.arange(self.tokens, device=device)
         if self.block_offsets is not None:
-            inner = on_device(self.block_offsets[1:-1], device)
-            return TokenBlocks(torch.searchsorted(inner, position, right=True))
+            return TokenBlocks(keep(_uneven_blocks, device, self.block_offsets))
         if self.cu_seqlens is None:
             return TokenBlocks(position // self.block_size)
         bounds = on_device(self.cu_seqlens, device)
@@ -334,6 +333,12 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
     within = torch.arange(tokens, device=device) - bounds[where.sequence]
     slot = (starts[where.sequence] + where.block) * slots + within % block_size
     return BlockPartition(tokens, blocks, slots, slot, local, owner, sequences)
+
+
+def _uneven_blocks(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
+    """Return the index of the block of each token, ``[N]`` int64: a constant, also in a graph for ONNX."""
+    sizes = [end - start for start, end in pairwise(offsets)]
+    return on_device([block for block, size in enumerate(sizes) for _ in range(size)], device)
 
 
 def _uneven_partition(device: torch.device, offsets: tuple[int, ...]) -> BlockPartition:

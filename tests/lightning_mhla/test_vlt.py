@@ -224,7 +224,7 @@ def test_rows_and_columns_turn_half_of_the_features_each() -> None:
     rotary = grid_angles((3, 5), 16)
     x = torch.randn(1, 15, 1, 16, dtype=torch.float64)
     torch.testing.assert_close(rotary.turn(x)[0, :, 0], turned(x[0, :, 0], (3, 5)), rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match="4 divides, not 10"):
+    with pytest.raises(ValueError, match="divisible by 4, not 10"):
         grid_angles((3, 5), 10)
 
 

@@ -105,7 +105,7 @@ MODULES: dict[str, Case] = {
         {"image": (torch.float32, (3, 16, 16), DARKEST, BRIGHTEST), "label": LABEL, "index": INDEX},
         {
             **COMMON, **SHARDS, **CLASSES, "image_size": (8, SAMPLES), "channels": (1, SAMPLES), "crop_share": (0.5, HELD_OUT),
-            "predict_dir": ("{}/pictures", PREDICTION),
+            "mean": ((0.5, 0.5, 0.5), SAMPLES), "std": ((0.5, 0.5, 0.5), SAMPLES), "predict_dir": ("{}/pictures", PREDICTION),
             "augment": [
                 ({**AUGMENT, "auto_augment": "rand-m9-mstd0.5-inc1"}, TRAINING), ({**AUGMENT, "color_jitter": 0.4}, TRAINING),
                 ({**AUGMENT, "random_erasing": 1.0}, TRAINING), ({**AUGMENT, "min_scale": 0.1}, TRAINING),

@@ -183,7 +183,7 @@ def test_nothing_in_a_checkpoint_is_executed(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is not a complete checkpoint"):
         load_model(tmp_path / "short.ckpt")
     torch.save({"state_dict": {}}, tmp_path / "other.ckpt")
-    with pytest.raises(ValueError, match=r"no checkpoint of .*LanguageModel"):
+    with pytest.raises(ValueError, match=r"is not a checkpoint of .*LanguageModel"):
         load_model(tmp_path / "other.ckpt")
     with pytest.raises(FileNotFoundError, match="does not exist"):
         load_model(tmp_path / "none.ckpt")
