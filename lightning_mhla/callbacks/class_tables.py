@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.callbacks.markup import plural
+from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.untrusted import read_json
 
 CLASSES = "classes.json"

@@ -13,9 +13,9 @@ import torch
 from lightning import LightningModule, Trainer
 
 from lightning_mhla.attention import AttentionConfig
-from lightning_mhla.callbacks.markup import plural
 from lightning_mhla.callbacks.pictures import numbered_layers
 from lightning_mhla.system.hyperparameters import plain
+from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.steps import steps_of_run
 

@@ -85,11 +85,6 @@ def document(title: str, body: str) -> str:
     return f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
-    """Format a count with its noun, such as ``1 layer`` or ``1,200 layers``; ``many`` is the plural if it does not end in s."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"
-
-
 def embedded(kind: str, content: bytes) -> str:
     """Return the address of an embedded picture.
 

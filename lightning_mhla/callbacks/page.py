@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mhla.callbacks.class_tables import class_section
-from lightning_mhla.callbacks.markup import Curve, document, picture, plot, plural
+from lightning_mhla.callbacks.markup import Curve, document, picture, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import MATCHING, panels_of, separate_stages
 from lightning_mhla.callbacks.stored_pictures import newest_pictures, read_picture, step_of
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import plural, rounded
 
 PAGE = "report.html"
 LONGEST = 20_000

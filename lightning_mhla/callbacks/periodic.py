@@ -8,9 +8,9 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.curves import LearningCurves
-from lightning_mhla.callbacks.markup import plural
 from lightning_mhla.callbacks.recovery import is_leaving
 from lightning_mhla.callbacks.stalls import StallWatch
+from lightning_mhla.system.numbers import plural
 
 
 class PeriodicEvaluation(Callback):

@@ -20,12 +20,12 @@ from lightning_mhla.attention import MHLA, Attention
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.maps import draw_attention, draw_frames, draw_matrices, draw_mixing
-from lightning_mhla.callbacks.markup import plural
 from lightning_mhla.callbacks.recovery import is_leaving
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.lightning_private import prepared_batch
+from lightning_mhla.system.numbers import plural
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

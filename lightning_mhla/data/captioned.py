@@ -1,4 +1,4 @@
-"""Readers of captioned files, such as images or video clips, in shards or in a folder."""
+"""Readers of files, such as images or video clips, in shards or in a folder, with captions or without."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError, read_sample
 from lightning_mhla.system.listing import shown, visible_files, with_extension
+from lightning_mhla.system.numbers import plural
 
 log = logging.getLogger(__name__)
 
@@ -31,11 +32,8 @@ MOST_CAPTIONS = 32
 """Maximum number of captions of a sample."""
 
 
-class CaptionedFiles:
-    """Base class of readers that return captioned files, such as images or video clips, by sample index.
-
-    A sample consists of a file and one or more captions, which may be stored in a separate file. Subclasses read samples from
-    shards or from a folder.
+class SampleFiles:
+    """Base class of readers that return files, such as images or video clips, by sample index.
 
     Attributes:
         shard_sizes: number of samples in each shard; a folder counts as one shard.
@@ -45,6 +43,10 @@ class CaptionedFiles:
 
     def describe(self, index: int) -> str:
         """Return a short description of a sample's location, for log and error messages."""
+        raise NotImplementedError
+
+    def name(self, index: int) -> str:
+        """Return the name of a sample within its folder or shards, which does not depend on where they are."""
         raise NotImplementedError
 
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
@@ -71,6 +73,14 @@ class CaptionedFiles:
             count: maximum number of bytes to read.
         """
         raise NotImplementedError
+
+
+class CaptionedFiles(SampleFiles):
+    """Base class of readers that return captioned files, such as images or video clips, by sample index.
+
+    A sample consists of a file and one or more captions, which may be stored in a separate file. Subclasses read samples from
+    shards or from a folder.
+    """
 
     def captions(self, index: int) -> list[str]:
         """Return all captions of a sample, at least one.
@@ -103,6 +113,10 @@ class ShardFiles(CaptionedFiles):
         return self.reader.describe(index)
 
     @override
+    def name(self, index: int) -> str:
+        return self.reader.name(index)
+
+    @override
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
         extension = self.reader.extension(index, extensions)
         return extension, self.reader.read(index, extension)
@@ -117,7 +131,54 @@ class ShardFiles(CaptionedFiles):
         return parse_captions(data, extension, self.caption_key, self.describe(index))
 
 
-class FolderFiles(CaptionedFiles):
+class UncaptionedFiles(SampleFiles):
+    """Reader of files in a folder and its subfolders. Captions in the folder are neither read nor checked.
+
+    Args:
+        folder: folder to search. Hidden files are ignored, and symbolic links are followed.
+        extensions: extensions of the files, without the dot.
+
+    Raises:
+        FileNotFoundError: if the folder does not exist, or contains no file with one of the extensions.
+    """
+
+    def __init__(self, folder: str | Path, extensions: Sequence[str]) -> None:
+        self.folder = Path(folder)
+        files = visible_files(self.folder) if self.folder.is_dir() else []
+        self.paths = with_extension(files, extensions)
+        if not self.paths:
+            raise FileNotFoundError(f"{folder} is not a folder with .{' or .'.join(extensions)} files in it")
+        self.shard_sizes: Sequence[int] = [len(self.paths)]
+        self._caption_paths = [path for path in files if path.suffix.lower() in (f".{TEXT}", f".{JSON}")]
+        if others := sorted(set(files) - {*self.paths, *self._caption_paths, self.folder / METADATA}):
+            log.warning(
+                "%s: %s left out, such as %s: neither .%s nor captions",
+                folder, plural(len(others), "file"), shown(others[0]), ", .".join(extensions),
+            )  # fmt: skip
+
+    @override
+    def describe(self, index: int) -> str:
+        return shown(self.paths[index])
+
+    @override
+    def name(self, index: int) -> str:
+        return shown(self.paths[index].relative_to(self.folder))
+
+    @override
+    def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
+        path = self.paths[index]
+        extension = path.suffix.lower().lstrip(".")
+        if extension not in extensions:
+            raise BrokenSampleError(f"{shown(path)} is not a .{' or .'.join(extensions)} file")
+        return extension, read_sample(path)
+
+    @override
+    def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
+        with self.paths[index].open("rb") as stream:
+            return stream.read(count)
+
+
+class FolderFiles(UncaptionedFiles, CaptionedFiles):
     """Reader of captioned files in a folder and its subfolders.
 
     Captions are read from ``metadata.jsonl`` in the folder. A file that is not listed there has its captions in a ``.txt`` or
@@ -135,32 +196,16 @@ class FolderFiles(CaptionedFiles):
     """
 
     def __init__(self, folder: str | Path, extensions: Sequence[str], caption_key: str) -> None:
-        self.folder, self.caption_key = Path(folder), caption_key
-        files = visible_files(self.folder) if self.folder.is_dir() else []
-        self.paths = with_extension(files, extensions)
-        if not self.paths:
-            raise FileNotFoundError(f"{folder} is not a folder with .{' or .'.join(extensions)} files in it")
-        self.shard_sizes: Sequence[int] = [len(self.paths)]
+        super().__init__(folder, extensions)
+        self.caption_key = caption_key
         self._lines = self._read_metadata()
-        used = set(self.paths) | {self.folder / METADATA}
-        captions = [path for path in files if path.suffix.lower() in (f".{TEXT}", f".{JSON}")]
-        self._mention_orphans(captions)
-        if others := sorted(set(files) - used - set(captions)):
-            log.warning(
-                "%s: %d files are neither .%s nor captions and are left out, such as %s",
-                folder, len(others), " or .".join(extensions), shown(others[0]),
-            )  # fmt: skip
-
-    @override
-    def describe(self, index: int) -> str:
-        return shown(self.paths[index])
+        self._mention_orphans(self._caption_paths)
 
     @override
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
         path = self.paths[index]
-        extension = path.suffix.lower().lstrip(".")
-        if extension in extensions:
-            return extension, read_sample(path)
+        if path.suffix.lower().lstrip(".") in extensions:
+            return super().member(index, extensions)
         beside = self._beside(index, extensions)
         if beside is None:
             raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(extensions)} beside it")
@@ -170,11 +215,6 @@ class FolderFiles(CaptionedFiles):
         """Find the first existing file with the sample's name and one of the ``extensions``; None if there is none."""
         paths = (self.paths[index].with_suffix(f".{name}") for name in extensions)
         return next((path for path in paths if path.is_file()), None)
-
-    @override
-    def head(self, index: int, extensions: Sequence[str], count: int) -> bytes:
-        with self.paths[index].open("rb") as stream:
-            return stream.read(count)
 
     @override
     def captions(self, index: int) -> list[str]:
@@ -206,13 +246,14 @@ class FolderFiles(CaptionedFiles):
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
         if orphans:
             log.warning(
-                "%s: %d captions without a file beside them, such as %s", self.folder, len(orphans), shown(orphans[0])
-            )
+                "%s: %s without a file of the same name, such as %s",
+                self.folder, plural(len(orphans), "caption"), shown(orphans[0]),
+            )  # fmt: skip
         listed = {path.with_suffix("") for path in self._lines}
         if twice := [path for path in captions if path.with_suffix("") in listed and path.suffix == f".{TEXT}"]:
             log.warning(
-                "%s: %d captions such as %s are not used, since %s has captions of the same files",
-                self.folder, len(twice), shown(twice[0].name), METADATA,
+                "%s: %s left out, such as %s, since %s has captions of the same files",
+                self.folder, plural(len(twice), "caption"), shown(twice[0].name), METADATA,
             )  # fmt: skip
 
     def _read_metadata(self) -> dict[Path, list[Mapping[str, Any]]]:

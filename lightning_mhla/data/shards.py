@@ -209,10 +209,18 @@ class ShardReader:
 
     def describe(self, index: int) -> str:
         """Describe where a sample is stored, by its shard and key, for messages."""
+        shard, _ = self._find(index)
+        return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(index)}"
+
+    def name(self, index: int) -> str:
+        """Return the file name of a sample's shard, and its key."""
+        shard, _ = self._find(index)
+        return f"{Path(self.shards[shard]).name}: {self._sample(index)}"
+
+    def _sample(self, index: int) -> str:
         shard, row = self._find(index)
         key = str(self.tables[shard].keys[row])
-        location = self._urls.get(self.shards[shard], self.shards[shard])
-        return f"{location}: sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
+        return f"sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, extensions: Sequence[str]) -> str:
         """Return the first extension in ``extensions`` for which a sample has a file.

@@ -1,4 +1,4 @@
-"""Rounding of numbers for tables, reports and messages, so that the same number looks the same everywhere."""
+"""Rounding and counting for tables, reports and messages, so that the same number looks the same everywhere."""
 
 from __future__ import annotations
 
@@ -69,3 +69,8 @@ def rounded_with_spread(mean: float, spread: float) -> tuple[str, str]:
 def _exponent(value: float) -> int:
     """Return the power of ten of the first significant digit of a nonzero number."""
     return math.floor(math.log10(abs(value)))
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """Format a count with its noun, such as ``1 layer`` or ``1,200 layers``; ``many`` is the plural if it does not end in s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"

@@ -76,9 +76,6 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
 
     logged_as = "model"
     network: nn.Module
-    usage: ClassVar[dict[str, str]] = {}
-    """Commands that use a trained model, by purpose, for the report of a run. ``{run}`` stands for the option that names the
-    run, and ``{folder}`` for its folder."""
     shares_sequences: ClassVar[bool] = False
     """Whether the steps support sequence parallelism, see :attr:`sequence_group`."""
     train_batch: ClassVar[tuple[str, ...]] = ()
@@ -94,6 +91,14 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         super().__init__()
         self.training_options = as_dataclass(TrainingOptions, training, "training")
         self._builds_optimizer = False
+
+    @property
+    def usage(self) -> dict[str, str]:
+        """Commands that use a trained model, by purpose, for the report of a run.
+
+        ``{run}`` stands for the option that names the run, and ``{folder}`` for its folder.
+        """
+        return {}
 
     @property
     def optimizer_config(self) -> OptimizerConfig:

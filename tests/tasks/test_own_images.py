@@ -342,8 +342,8 @@ def test_captions_that_would_be_dropped_are_named(tmp_path: Path, caplog: pytest
         (tmp_path / f"{name}.txt").write_text("beside")
     files = FolderFiles(tmp_path, EXTENSIONS, "caption")
     assert [files.captions(index) for index in range(2)] == [["x"], ["beside"]]
-    assert "2 captions without a file beside them, such as" in caplog.text
-    assert "1 captions such as a.txt are not used, since metadata.jsonl has captions of the same files" in caplog.text
+    assert "2 captions without a file of the same name, such as" in caplog.text
+    assert "1 caption left out, such as a.txt, since metadata.jsonl has captions of the same files" in caplog.text
 
 
 def test_reference_statistics_that_are_a_bomb_are_one_line(tmp_path: Path) -> None:

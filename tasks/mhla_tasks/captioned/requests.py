@@ -197,20 +197,21 @@ class SampleFolder(Callback):
         """Find the samples whose files do not exist yet.
 
         Args:
-            rows: dict for each requested sample, with ``file``, ``prompt``, ``index`` and ``seed``.
+            rows: dict for each requested sample, with ``file``, ``prompt``, ``index`` and what else the sample depends on:
+                ``seed``, or ``video``, the digest of a clip to continue.
 
         Returns:
             Positions in ``rows`` of the missing samples.
 
         Raises:
-            ValueError: if the JSON Lines file of the samples states a different prompt, index or seed for a file.
+            ValueError: if the JSON Lines file of the samples states a different value for a file.
         """
         recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:
             recorded = recorded_rows.get(row["file"], row)
-            if any(recorded[key] != row[key] for key in row):
+            if differing := [key for key in row if recorded.get(key) != row[key]]:
                 raise ValueError(
-                    f"{self.folder / self.kind / row['file']} was drawn for a different prompt, number or seed (see "
+                    f"{self.folder / self.kind / row['file']} was drawn for a different {' and '.join(differing)} (see "
                     f"{self.kind}.jsonl); choose a different --model.output"
                 )
         exists = [(self.folder / self.kind / row["file"]).exists() for row in rows]

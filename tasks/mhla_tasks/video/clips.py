@@ -72,6 +72,9 @@ def read_beginning(
 ) -> Tensor:
     """Decode the first frames of an MP4 or GIF file, fewer than asked for if the video is shorter.
 
+    With ``fps``, a frame counts only if the video is on screen for at least a quarter of a frame interval from its time on, so
+    that a video of n frames at this rate gives n frames.
+
     Args:
         data: contents of the file.
         name: name of the file, for messages.
@@ -87,7 +90,7 @@ def read_beginning(
         BrokenSampleError: if the file cannot be read, or has no frames.
     """
     with open_video(data, name, extension) as video:
-        shown = _consecutive(video, 0.0, most) if fps is None else _frames_at(video, 0.0, 1 / fps, most)
+        shown = _consecutive(video, 0.0, most) if fps is None else _frames_at(video, 0.0, 1 / fps, most, -EARLY)
         chosen = [_fitted(video.pixels(frame), size) for frame in shown]
     if not chosen:
         raise BrokenSampleError(f"{name}: the video has no frames")
@@ -149,13 +152,21 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
             return
 
 
-def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[Any]:
+def _frames_at(video: Video, start: float, step: float, count: int, late: float = EARLY) -> Iterator[Any]:
     """Yield the ``count`` frames that a player shows at ``start`` and every ``step`` seconds after it.
 
     Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
     duration. Timestamps are not exact, because files round them and the frame rates of cameras vary. A frame therefore counts
     as shown slightly before its timestamp. The tolerance is a quarter of its duration, of the previous frame's duration or of
     ``step``, whichever is shortest.
+
+    Args:
+        video: opened video.
+        start: first time.
+        step: interval between two times.
+        count: number of frames.
+        late: how long after the end of the video the last frame is still taken, as a share of ``step``. If it is negative, the
+            last frame must be shown for at least this share.
     """
     yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):
@@ -167,7 +178,7 @@ def _frames_at(video: Video, start: float, step: float, count: int) -> Iterator[
         if yielded == count:
             return
         shown, at, end = frame, time, time + duration
-    while shown is not None and yielded < count and start + yielded * step < end + EARLY * step:
+    while shown is not None and yielded < count and start + yielded * step < end + late * step:
         yield shown
         yielded += 1
 

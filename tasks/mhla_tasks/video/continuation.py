@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning import Callback
@@ -108,7 +109,6 @@ class VideoContinuation(GenerativeModule):
         ValueError: if ``start`` is not between 1 and ``frames - 1``, or sizes contradict each other.
     """
 
-    usage: ClassVar[dict[str, str]] = {"Continue held-out clips": "lightning predict {run} --frames 64"}
     network: FrameTransformer
     train_batch = ("video",)
     evaluation_batch = ("video", "index")
@@ -150,6 +150,14 @@ class VideoContinuation(GenerativeModule):
             **asdict(as_dataclass(FrameShape, shape, "shape")),
         )
         self._writer = ContinuationWriter(output)
+
+    @property
+    @override
+    def usage(self) -> dict[str, str]:
+        """Command that continues clips, with a length that the mixing coefficients allow."""
+        most = self.network.max_frames
+        length = f" --frames {most}" if most is not None and most < self.sampling.frames else ""
+        return {"Continue held-out clips": "lightning predict {run}" + length}
 
     @override
     def layers(self) -> list[nn.Module]:
@@ -224,27 +232,30 @@ class VideoContinuation(GenerativeModule):
         Returns:
             A dict with ``pixels``, the continued clips ``[n, F, C, H, W]`` uint8; ``truth``, a list of those of the data
             ``[F, C, H, W]`` uint8, which may be shorter (batches may state their lengths as ``frames``); and
-            ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``seconds``
-            (mean time per clip), ``at_once`` (number of clips drawn together), and lists with a number for each frame after the
-            first ones: ``frame_seconds`` (time of all clips drawn together), ``state_bytes`` (size of the states of one clip)
+            ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a
+            digest of the clip of the data), ``seconds`` (mean time per clip), ``at_once`` (number of clips drawn together), and
+            lists with a number for each frame after the first ones: ``frame_seconds`` (time of all clips drawn together), ``state_bytes`` (size of the states of one clip)
             and ``error`` (see :func:`relative_errors`; only for frames that the data has).
         """
+        slots = batch["valid"].nonzero()[:, 0].tolist()
+        levels = self.network.to_levels(batch["video"])
+        lengths = batch["frames"].tolist() if "frames" in batch else [levels.shape[1]] * len(levels)
+        true_levels = [levels[slot, : lengths[slot]] for slot in slots]
         requests = [
             {
                 "file": f"{int(batch['index'][slot]):04d}.mp4",
                 "prompt": batch["caption"][slot],
                 "index": int(batch["index"][slot]),
+                "video": clip_digest(clip[: self.sampling.frames]),
             }
-            for slot in batch["valid"].nonzero()[:, 0].tolist()
+            for slot, clip in zip(slots, true_levels, strict=True)
         ]
         missing = self._writer.missing(requests)
         if not missing:
             return {"pixels": [], "truth": [], "rows": []}
-        truth = self.network.to_levels(batch["video"])[batch["valid"]][missing]
-        pixels, measured = self.continue_clips(truth[:, : self.start], self.sampling.frames)
-        lengths = [truth.shape[1]] * len(batch["valid"]) if "frames" not in batch else batch["frames"].tolist()
-        true_frames = [lengths[slot] for slot in batch["valid"].nonzero()[:, 0].tolist()]
-        truths = [self.network.to_bytes(clip[: true_frames[at]]) for at, clip in zip(missing, truth, strict=True)]
+        first = torch.stack([true_levels[at][: self.start] for at in missing])
+        pixels, measured = self.continue_clips(first, self.sampling.frames)
+        truths = [self.network.to_bytes(true_levels[at]) for at in missing]
         took = {"seconds": sum(measured["frame_seconds"]) / len(missing), "at_once": len(missing), **measured}
         rows = []
         for number, (clip, true) in enumerate(zip(pixels, truths, strict=True)):
@@ -276,3 +287,9 @@ class VideoContinuation(GenerativeModule):
             clips.append(frame)
             begin = end
         return self.network.to_bytes(torch.cat(clips, 1)), measured
+
+
+def clip_digest(levels: Tensor) -> str:
+    """Return a digest of the levels ``[F, C, H, W]`` of a clip, 16 hexadecimal digits, which tells different clips apart."""
+    content = str(list(levels.shape)).encode() + levels.to(torch.uint8).cpu().contiguous().numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -63,7 +63,7 @@ class ContinuationPictures(PeriodicEvaluation):
                 f"{type(pl_module).__name__} and {type(data).__name__}; remove it from trainer.callbacks"
             )
         pl_module.network.check_length(pl_module.start, self.frames or pl_module.sampling.frames)
-        data.held_out(pl_module.start, self.clips)
+        self._held_out = data.held_out(self.frames or pl_module.sampling.frames, self.clips)
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Continue the clips, on the first process or on all processes if the weights are sharded, and write their pictures."""
@@ -79,8 +79,7 @@ class ContinuationPictures(PeriodicEvaluation):
     def _continued(self, trainer: Trainer, module: VideoContinuation) -> tuple[list[Tensor], list[Tensor]]:
         """Return the true clips, which may be shorter, and their continuations, each ``[F, C, H, W]`` uint8 on the CPU."""
         frames = self.frames or module.sampling.frames
-        held_out = trainer.datamodule.held_out(frames, self.clips)  # type: ignore[attr-defined]
-        samples = [held_out[index] for index in range(len(held_out))]
+        samples = [self._held_out[index] for index in range(len(self._held_out))]
         video = torch.stack([sample["video"] for sample in samples])
         truth = module.network.to_levels(video.to(module.device))
         with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():

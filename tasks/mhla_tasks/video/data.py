@@ -8,7 +8,7 @@ from lightning import Trainer
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
-from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
+from lightning_mhla.data.captioned import SampleFiles, ShardFiles, UncaptionedFiles
 from lightning_mhla.data.digits import Name
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -32,7 +32,7 @@ def continued_frames(trainer: Trainer | None) -> int:
 
 def beginnings(
     trainer: Trainer | None,
-    files: CaptionedFiles,
+    files: SampleFiles,
     size: tuple[int, int, int],
     fps: float | None,
     channels: int,
@@ -216,8 +216,9 @@ class VideoFolders(ResumableDataModule):
     """Data module of your own videos without captions, for a model that continues videos: MP4 and GIF files in two folders.
 
     In each epoch, training uses one clip from a random position of each video. Validation uses a clip from the middle of each
-    video. In training, videos that cannot be read or are too short are skipped with a warning. The predict command continues
-    the beginnings of the held-out videos, which may have different lengths.
+    video. In training, videos that cannot be read or are too short are skipped with a warning. Held-out videos that cannot be
+    read, or have fewer than ``frames`` frames, are an error before the first step. The predict command continues the beginnings
+    of held-out videos of any lengths. Captions in the folders are not read.
 
     Args:
         train: folder of the training videos; its subfolders are searched, too.
@@ -256,6 +257,17 @@ class VideoFolders(ResumableDataModule):
             raise ValueError(f"channels={channels} must be 1 (gray) or 3 (color)")
         self.folders, self.size = {"train": train, "validate": val, "test": val}, (frames, height, width)
         self.fps, self.channels, self.clips = fps, channels, clips
+        self._files: dict[str, UncaptionedFiles] = {}
+
+    @override
+    def setup(self, stage: str) -> None:
+        """Check the held-out videos before anything is trained or validated on.
+
+        Raises:
+            BrokenSampleError: if a video is damaged or has fewer frames than a clip.
+        """
+        if stage in ("validate", "test") or (stage == "fit" and getattr(self.trainer, "limit_val_batches", 1) != 0):
+            self._clips("validate").check()
 
     def held_out(self, frames: int, clips: int | None) -> Beginnings:
         """Return the beginnings of held-out videos, for a model that continues them.
@@ -264,14 +276,24 @@ class VideoFolders(ResumableDataModule):
             frames: maximum number of frames of a beginning.
             clips: maximum number of videos; None for all.
         """
-        files = FolderFiles(self.folders["validate"], VIDEOS, "caption")
+        files = self._listed("validate")
         return beginnings(self.trainer, files, (frames, *self.size[1:]), self.fps, self.channels, clips)
 
     @override
     def source(self, stage: str) -> SampleSource:
         if stage == "predict":
             return self.held_out(max(self.size[0], continued_frames(self.trainer)), self.clips)
-        return UncaptionedClips(self.folders[stage], self.size, self.fps, self.channels, anywhere=stage == "train")
+        return self._clips(stage)
+
+    def _clips(self, stage: str) -> UncaptionedClips:
+        return UncaptionedClips(self._listed(stage), self.size, self.fps, self.channels, anywhere=stage == "train")
+
+    def _listed(self, stage: str) -> UncaptionedFiles:
+        """Return the videos of a stage. Each folder is listed once, so that it is not warned about at every picture."""
+        folder = self.folders[stage]
+        if folder not in self._files:
+            self._files[folder] = UncaptionedFiles(folder, VIDEOS)
+        return self._files[folder]
 
 
 class VideoLatentShards(EncodedShards):

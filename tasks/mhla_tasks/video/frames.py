@@ -179,8 +179,8 @@ class FrameTransformer(ModelMixin, ConfigMixin):
             raise ValueError(f"clips of {frames} frames do not continue their {first} first frames; ask for more")
         if self.max_frames is not None and frames > self.max_frames:
             raise ValueError(
-                f"clips of {frames} frames are longer than the {self.max_frames} of the model's mixing coefficients; train "
-                "with mixing: exponential, which continues clips of any length"
+                f"clips of {frames} frames are longer than the {self.max_frames} of the model's mixing coefficients; ask "
+                f"for {self.max_frames}, or train with mixing: exponential, which continues clips of any length"
             )
 
     def _tokens(self, frames: Tensor) -> Tensor:

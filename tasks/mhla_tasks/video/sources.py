@@ -7,16 +7,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import track
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lightning_mhla.data import ShardReader
-from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
+from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, SampleFiles, ShardFiles
+from lightning_mhla.system.numbers import plural
 from mhla_tasks.video.clips import read_beginning, read_clip, to_signed
 
 VIDEO = "mp4"
 VIDEOS = (VIDEO, "gif")
 """Extensions of the videos that can be read without captions."""
+
+NAMED = 5
+"""Maximum number of videos that an error names."""
 
 
 class CaptionedClips:
@@ -107,10 +113,10 @@ class ClipFolder(CaptionedClips):
 
 
 class UncaptionedClips:
-    """Map-style data set of clips, one cut from each ``.mp4`` and ``.gif`` file in a folder and its subfolders.
+    """Map-style data set of clips, one cut from each MP4 or GIF file.
 
     Args:
-        folder: path of the folder.
+        files: video files.
         size: number of frames in a clip, and height and width in pixels to which frames are scaled and cropped.
         fps: number of frames to take per second of video; None to take consecutive frames.
         channels: 3 for color, 1 for gray.
@@ -118,10 +124,9 @@ class UncaptionedClips:
     """
 
     def __init__(
-        self, folder: str | Path, size: tuple[int, int, int], fps: float | None, channels: int, anywhere: bool = False
+        self, files: SampleFiles, size: tuple[int, int, int], fps: float | None, channels: int, anywhere: bool = False
     ) -> None:
-        self.files = FolderFiles(folder, VIDEOS, "caption")
-        self.shard_sizes = self.files.shard_sizes
+        self.files, self.shard_sizes = files, files.shard_sizes
         self.size, self.fps, self.channels, self.anywhere = size, fps, channels, anywhere
 
     def __len__(self) -> int:
@@ -129,11 +134,39 @@ class UncaptionedClips:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return a clip: a dict with ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, and ``index``."""
-        frames, *size = self.size
-        position = _position(self.anywhere)
-        extension, data = self.files.member(index, VIDEOS)
-        clip = read_clip(data, self.files.describe(index), frames, self.fps, position, (size[0], size[1]), extension)
+        try:
+            clip = self._read(index, _position(self.anywhere))
+        except BrokenSampleError as error:
+            if self.anywhere:  # training skips the video
+                raise
+            raise BrokenSampleError(f"{error}; remove this held-out video") from error
         return {"video": to_signed(_with_channels(clip, self.channels)), "index": index}
+
+    def check(self) -> None:
+        """Detect videos that are too short or damaged, by decoding only the first frames of all videos.
+
+        Raises:
+            BrokenSampleError: if there are any. The message names up to five of them.
+        """
+        reasons = []
+        for index in track(range(len(self)), "checking videos", disable=len(self) < 100, console=Console(stderr=True)):
+            try:
+                self._read(index, 0.0)
+            except BrokenSampleError as error:
+                reasons.append(str(error))
+        if reasons:
+            more = f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
+            raise BrokenSampleError(
+                f"{len(reasons)} of {plural(len(self), 'held-out video')} cannot be used: {'; '.join(reasons[:NAMED])}{more}. "
+                f"Validation takes data.frames={self.size[0]} frames of each video. Remove these videos, or lower data.frames "
+                "and model.frames if they are too short"
+            )
+
+    def _read(self, index: int, position: float) -> Tensor:
+        frames, height, width = self.size
+        extension, data = self.files.member(index, VIDEOS)
+        name = self.files.describe(index)
+        return read_clip(data, name, frames, self.fps, position, (height, width), extension)
 
 
 class Beginnings:
@@ -154,7 +187,7 @@ class Beginnings:
 
     def __init__(
         self,
-        files: CaptionedFiles,
+        files: SampleFiles,
         size: tuple[int, int, int],
         fps: float | None,
         channels: int,
@@ -181,17 +214,22 @@ class Beginnings:
 
         Returns:
             ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, in which the last frame of a shorter video is
-            repeated; ``frames``, the number of frames that the video has; ``caption``, its file name; and ``index``.
+            repeated; ``frames``, the number of frames that the video has; ``caption``, its path within the folder, or its
+            shard and key; and ``index``.
         """
         clip = self._read(index, self.size[0])
         repeated = clip[-1:].expand(self.size[0] - len(clip), -1, -1, -1)
-        name = Path(self.files.describe(index)).name
-        return {"video": to_signed(torch.cat([clip, repeated])), "frames": len(clip), "caption": name, "index": index}
+        video = to_signed(torch.cat([clip, repeated]))
+        return {"video": video, "frames": len(clip), "caption": self.files.name(index), "index": index}
 
     def _read(self, index: int, most: int) -> Tensor:
-        extension, data = self.files.member(index, VIDEOS)
         name, (_, height, width) = self.files.describe(index), self.size
-        return _with_channels(read_beginning(data, name, most, self.fps, (height, width), extension), self.channels)
+        try:
+            extension, data = self.files.member(index, VIDEOS)
+            clip = read_beginning(data, name, most, self.fps, (height, width), extension)
+        except BrokenSampleError as error:
+            raise BrokenSampleError(f"{error}; remove this held-out video") from error
+        return _with_channels(clip, self.channels)
 
 
 def _position(anywhere: bool) -> float:
