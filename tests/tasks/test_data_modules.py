@@ -212,7 +212,15 @@ MODULES: dict[str, Case] = {
         {"video": (torch.float32, (3, 3, 16, 24), None, None), "caption": CAPTION, "index": INDEX},
         {
             **COMMON, **SHARDS, **PROMPTS, "frames": (2, SAMPLES), "height": (12, SAMPLES), "width": (16, SAMPLES),
-            "fps": (4.0, SAMPLES), "caption_key": ("second", SAMPLES),
+            "fps": (4.0, SAMPLES), "caption_key": ("second", SAMPLES), "clips": (4, PREDICTION),
+        },
+    ),
+    "video.VideoFolders": Case(
+        {**FOLDERS, "frames": 3, "height": 16, "width": 24, "channels": 3},
+        {"video": (torch.float32, (3, 3, 16, 24), None, None), "index": INDEX},
+        {
+            **COMMON, "train": ("{}/other", SAMPLES), "val": ("{}/other", HELD_OUT), "frames": (2, SAMPLES),
+            "height": (12, SAMPLES), "width": (16, SAMPLES), "channels": (1, SAMPLES), "fps": (4.0, SAMPLES), "clips": (4, PREDICTION),
         },
     ),
     "video.VideoLatentShards": Case(
@@ -233,6 +241,7 @@ def files_of(name: str) -> str:
     return {
         "language.TokenShards": "tokens", "language.TextPassages": "tokens", "diffusion.LatentShards": "latents", "text_to_image.ImageLatentShards": "encoded",
         "video.VideoLatentShards": "encoded-clips", "video.VideoShards": "videos",
+        "video.VideoFolders": "video-files",
     }.get(name, "pictures")  # fmt: skip
 
 
@@ -279,6 +288,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }.get(kind, {})
             numbers = range(first, first + count)
             write_shards(numbers, lambda n, kind=kind: members(kind, n, videos), root / kind / part, part, per_shard, made_with=made_with)  # type: ignore[misc]  # fmt: skip
+    for part, first, count in (("train", 0, TRAIN), ("val", TRAIN, VAL), ("other", 1, TRAIN)):
+        folder = root / "video-files" / part
+        folder.mkdir(parents=True)
+        for number in range(first, first + count):
+            (folder / f"{number:02}.mp4").write_bytes(videos[number % len(videos)])
     tokenizer = train_tokenizer(SENTENCES, 310)
     for number, part in enumerate(("train", "val", "other")):
         text = root / f"{part}.jsonl"
