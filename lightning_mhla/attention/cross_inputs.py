@@ -105,7 +105,7 @@ class ContextSummaries:
         if (q.shape[0], *q.shape[2:]) != (rows, heads, self.key_width):
             raise ValueError(
                 f"summaries of {rows} rows, {heads} heads and keys of width {self.key_width} do not fit queries "
-                f"{list(q.shape)}, [B, Nq, H, Dk]; select the rows of the summaries, or summarize the context of these rows"
+                f"{list(q.shape)}, [B, Nq, H, Dk]; select rows of the summaries, or compute those of the context of these rows"
             )
 
 
