@@ -234,8 +234,9 @@ class VideoContinuation(GenerativeModule):
             ``[F, C, H, W]`` uint8, which may be shorter (batches may state their lengths as ``frames``); and
             ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a
             digest of the clip of the data), ``seconds`` (mean time per clip), ``at_once`` (number of clips drawn together), and
-            lists with a number for each frame after the first ones: ``frame_seconds`` (time of all clips drawn together), ``state_bytes`` (size of the states of one clip)
-            and ``error`` (see :func:`relative_errors`; only for frames that the data has).
+            lists with a number for each frame after the first ones: ``frame_seconds`` (time of all clips drawn together),
+            ``state_bytes`` (size of the states of one clip) and ``error`` (see :func:`relative_errors`; only for frames that
+            the data has).
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()
         levels = self.network.to_levels(batch["video"])
