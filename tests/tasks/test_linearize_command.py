@@ -82,7 +82,7 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
     )
     assert other.returncode == 1
     message = (
-        "out-work was begun with --block_size=16, not 128; --steps=4 4, not 5 4. Continue with the same options, or"
+        "out-work was begun with --steps=4 4, not 5 4; --block_size=16, not 128. Continue with the same options, or"
     )
     assert message in other.stderr
 
