@@ -81,7 +81,10 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
         command(*words, "--steps", "5", "4"), capture_output=True, text=True, check=False, timeout=280
     )
     assert other.returncode == 1
-    assert "was begun with a different settings and steps" in other.stderr
+    message = (
+        "out-work was begun with --steps=4 4, not 5 4; --block_size=16, not 128. Continue with the same options, or"
+    )
+    assert message in other.stderr
 
 
 def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
@@ -141,6 +144,25 @@ def test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_expo
     assert all(torch.equal(exported[name], weights[f"network.{name}"]) for name in learned)
 
 
+STEPS = 200
+"""Steps of a run that takes seconds after its first checkpoint, in which a signal reaches it."""
+
+RESUMABLE = 75
+"""Exit status of a run that SIGTERM stopped."""
+
+
+def training_process(command_number: int, folder: Path) -> int | None:
+    """Return the number of the process in which a command trains the run in a folder; None if there is none at present."""
+    for number in Path(f"/proc/{command_number}/task/{command_number}/children").read_text().split():
+        try:
+            words = Path(f"/proc/{number}/cmdline").read_text().split("\0")
+        except OSError:  # it has ended since
+            continue
+        if str(folder) in words:
+            return int(number)
+    return None
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_and_called_again_it_ends_with_the_same_weights(
     number: signal.Signals, texts: MiniTexts, tmp_path: Path
@@ -150,22 +172,27 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(
 
     def words(name: str) -> list[str]:
         data = ["--train", str(texts.train), "--val", str(texts.val)]
-        return [str(source), str(tmp_path / name), *data, *OPTIONS, "--steps", "6", "40"]
+        return [str(source), str(tmp_path / name), *data, *OPTIONS, "--steps", "6", str(STEPS)]
 
     linearize(*words("undisturbed"))
     log = tmp_path / "log"
     with log.open("wb") as stream:
         process = subprocess.Popen(command(*words("killed")), stderr=stream, stdout=stream)
     work = tmp_path / "killed-work" / "tuning"
-    while process.poll() is None and not any(work.glob("checkpoints/*.ckpt")):
+    trainer = None
+    while process.poll() is None and (trainer is None or not any(work.glob("checkpoints/*.ckpt"))):
+        trainer = training_process(process.pid, work)
         time.sleep(0.02)
-    if number == signal.SIGKILL:
-        (trainer,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(trainer), number)
-    else:
-        process.send_signal(number)
-    assert process.wait(timeout=120) == 128 + number or number == signal.SIGTERM
-    assert ("killed by signal 9, as if memory ran out" in log.read_text()) == (number == signal.SIGKILL)
+    assert process.poll() is None, f"it ended before the signal:\n{log.read_text()}"
+    assert trainer is not None
+    os.kill(trainer if number == signal.SIGKILL else process.pid, number)
+    status = process.wait(timeout=120)
+    said = log.read_text()
+    assert status == (128 + signal.SIGKILL if number == signal.SIGKILL else RESUMABLE), said
+    ending = "killed by signal 9, as if memory ran out" if number == signal.SIGKILL else "ended with status 75"
+    assert f"{ending}; the same command continues here" in said
+    advice = "to need less memory, use a smaller --batch_size or --length with a different --work"
+    assert (advice in said) == (number == signal.SIGKILL)
     linearize(*words("killed"))
     one, other = (load_swapped(tmp_path / name).state_dict() for name in ("undisturbed", "killed"))
     assert all(torch.equal(one[name], other[name]) for name in one)

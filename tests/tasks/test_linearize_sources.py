@@ -54,8 +54,9 @@ def test_a_dinov2_in_an_onnx_file_is_the_model_that_was_exported(tmp_path: Path,
     assert (source.domain, source.depth) == ("image", options.get("num_hidden_layers", 2))
     converted, x = Dinov2Model.from_pretrained(source.path).eval(), torch.randn(2, 3, 56, 56)
     torch.testing.assert_close(converted(x).last_hidden_state, model.encoder(x).last_hidden_state, rtol=1e-4, atol=1e-5)
-    file.write_bytes(b"")  # a second call uses the converted folder
-    assert open_source(str(tmp_path), tmp_path / "converted") == source
+    other = export(Classifier(**{**options, "num_hidden_layers": 3}), file, options.get("image_size", 56))
+    assert open_source(str(other), tmp_path / "converted", reuse=True).depth == source.depth
+    assert open_source(str(other), tmp_path / "converted").depth == 3, "converted again, as a new working folder needs"
 
 
 @pytest.mark.filterwarnings("ignore")  # of the exporter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.encoder import LinearizedImageEncoder
 from mhla_tasks.tools.export import load_trained
+from mhla_tasks.tools.linearize.report import loading_code
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
 from PIL import Image
 from timm.models import save_for_hf
@@ -139,6 +141,20 @@ def test_size_and_normalization_are_timms(tmp_path: Path) -> None:
     assert image_side(str(tmp_path / "vit")) == 56
     assert find_domain("timm:vit_small_patch14_dinov2") == "image"
     assert image_side("timm:vit_small_patch14_dinov2.lvd142m") == 518
+    assert image_side("timm:vit_so400m_patch14_siglip_384.webli") == 378, "complete patches"
+
+
+def test_other_crops_and_interpolations_of_timm_are_named(tmp_path: Path) -> None:
+    differences = {"center": "", "squash": "crop_mode=center in place of timm's squash"}
+    for mode, difference in differences.items():
+        save_encoder(tmp_path / mode, VIT, num_classes=0, pretrained_cfg_overlay={"crop_mode": mode})
+        images = open_source(str(tmp_path / mode), tmp_path / "converted").images
+        assert images is not None
+        assert images.differences == difference
+    save_encoder(tmp_path / "bilinear", VIT, num_classes=0, pretrained_cfg_overlay={"interpolation": "bilinear"})
+    images = open_source(str(tmp_path / "bilinear"), tmp_path / "converted").images
+    assert images is not None
+    assert images.differences == "interpolation=bicubic in place of timm's bilinear"
 
 
 def test_images_are_normalized_as_the_data_says(tmp_path: Path) -> None:
@@ -157,30 +173,64 @@ def test_images_are_normalized_as_the_data_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bin_file", "keep"), [("classifier with registers", False, "0.5"), ("distilled", True, "0")], ids=str
+    ("options", "pooling"),
+    [
+        ({"num_classes": 5}, "head"),
+        ({"global_pool": "", "num_classes": 0}, "first"),
+        ({"global_pool": "", "class_token": False, "num_classes": 0}, "mean"),
+    ],
+    ids=["head", "first", "mean"],
 )
-def test_from_a_folder_to_an_export_in_another_process(kind: str, bin_file: bool, keep: str, tmp_path: Path) -> None:
+def test_the_code_of_the_report_computes_the_trained_embedding(
+    options: dict[str, Any], pooling: str, tmp_path: Path
+) -> None:
+    original, images = save_encoder(tmp_path, VIT, **options), torch.randn(2, 3, 56, 56)
+    source = open_source(str(tmp_path), tmp_path / "converted")
+    assert source.images is not None
+    assert source.images.pooling == pooling
+    trained = encoder(tmp_path, attention=AttentionConfig(kind="softmax"), pooling=pooling)
+    code = loading_code(source, "folder", 56).partition("vectors =")
+    results: dict[str, Any] = {"model": original, "images": images}
+    with torch.no_grad():
+        exec(f"{code[1]}{code[2]}", results)
+        embeddings = trained.embed(trained.encode(trained.network, images), None)
+    torch.testing.assert_close(results["embeddings"], embeddings, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bin_file", "keep", "length"),
+    [("classifier with registers", False, "0.5", None), ("distilled", True, "0", 84)],
+    ids=["classifier", "distilled, larger images"],
+)
+def test_from_a_folder_to_an_export_in_another_process(
+    kind: str, bin_file: bool, keep: str, length: int | None, tmp_path: Path
+) -> None:
     name, options = MODELS[kind]
+    if length is not None:
+        options = {**options, "pretrained_cfg_overlay": {"crop_mode": "squash"}}
     original, photos = save_encoder(tmp_path / "vit", name, bin_file, **options), save_photos(tmp_path / "photos")
     done = subprocess.run(
         command(
             str(tmp_path / "vit"), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"),
             "--steps", "4", "4", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", f"--keep={keep}",
+            *([] if length is None else [f"--length={length}"]),
         ),
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    warning = "warning: held-out images are resized with crop_mode=center in place of timm's squash\n"
+    assert done.stderr.count(warning) == (length is not None)
     work = tmp_path / "out-work"
     data = yaml.safe_load((work / "tuning.yaml").read_text())["data"]["init_args"]
     saved = json.loads((tmp_path / "vit/config.json").read_text())
     wanted = timm.data.resolve_data_config(pretrained_cfg=saved["pretrained_cfg"])
-    assert (data["image_size"], data["crop_share"]) == (56, wanted["crop_pct"])
+    assert (data["image_size"], data["crop_share"]) == (length or 56, wanted["crop_pct"])
     assert (data["mean"], data["std"]) == (list(wanted["mean"]), list(wanted["std"]))
     results = json.loads((work / "results.json").read_text())
     assert results["original"]["val/cosine"] == pytest.approx(1, abs=1e-5)
     assert list(results["speed"])[:2] == ["224", "336"]
     page = (work / "report.html").read_text()
-    assert "model.forward_head(vectors, pre_logits=True)" in page
+    code = html.unescape(page.partition("Use it</h2><pre>")[2].partition("</pre>")[0])
     assert "(prefers-color-scheme: dark)" in page.partition("</style>")[2], "the picture has a variant for dark screens"
     assert page.count("<svg") >= 2, "curves have the colors of the page"
     assert str(tmp_path) not in page
@@ -192,15 +242,20 @@ def test_from_a_folder_to_an_export_in_another_process(kind: str, bin_file: bool
         "print(tuple(vectors.shape), tuple(model(torch.zeros(2, 3, 56, 56)).shape))\n"
         "print(tuple(model.forward_head(vectors, pre_logits=True).shape))\n"
         "print(model.pretrained_cfg['label_names'][4])\n"
-        "print(json.dumps(timm.data.resolve_data_config(model=model)))"
+        "print(json.dumps(timm.data.resolve_data_config(model=model)))\n"
+        f"images = torch.zeros(2, 3, 56, 56)\n{code}\nfrom PIL import Image\n"
+        "print(tuple(embeddings.shape), tuple(outputs.shape), tuple(transform(Image.new('RGB', (200, 150))).shape))"
     )
     loaded = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "out")], capture_output=True, text=True, check=False, timeout=120
-    )
+        [sys.executable, "-c", program, str(tmp_path / "out")],
+        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
     assert loaded.returncode == 0, loaded.stderr[-2000:]
     prefix = original.num_prefix_tokens
     assert loaded.stdout.splitlines()[:3] == [f"(1, {prefix + 36}, 32) (2, 5)", "(1, 32)", "class 4"]
     assert json.loads(loaded.stdout.splitlines()[3]) == json.loads(json.dumps(wanted))
+    side = length or 56
+    assert loaded.stdout.splitlines()[4] == f"(2, 32) (2, 5) (3, {side}, {side})", "images are those of training"
     exported = load_swapped(tmp_path / "out")
     assert len(swapped_layers(exported)) == (1 if keep == "0.5" else 2)
     assert torch.equal(exported.head.weight, original.head.weight), "the classifier is the original's"
@@ -403,7 +458,7 @@ def test_weights_are_the_files_that_timm_reads(file: str, is_read: bool, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("words", "message"),
     [
         ("empty", "empty has no weights (model.safetensors or pytorch_model.bin)"),
         ("unknown", "cannot build unknown (Unknown model (vit_nowhere))"),
@@ -411,10 +466,13 @@ def test_weights_are_the_files_that_timm_reads(file: str, is_read: bool, tmp_pat
         ("broken", "timm cannot read the weights of broken"),
         ("timm:vit_nowhere", "cannot build timm:vit_nowhere (Unknown model (vit_nowhere))"),
         ("timm/vit_nowhere", "timm/vit_nowhere is not a folder, and timm cannot read it from the hub"),
+        ("vit --length=60", "--length=60 is not a multiple of 14, the patch size of vit; use 56 or 70"),
+        ("vit --length=0", "--length=0 is not a multiple of 14, the patch size of vit; use 14"),
     ],
-    ids=lambda value: value.partition(" ")[0],
+    ids=str,
 )
-def test_what_is_not_supported_is_one_line(source: str, message: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_one_line(words: str, message: str, tmp_path: Path) -> None:
+    source, *options = words.split()
     save_encoder(tmp_path / "vit", VIT, num_classes=0)
     save_photos(tmp_path / "photos")
     config = json.loads((tmp_path / "vit/config.json").read_text())
@@ -427,9 +485,14 @@ def test_what_is_not_supported_is_one_line(source: str, message: str, tmp_path: 
     if source == "resnet":
         save_for_hf(timm.create_model("resnet10t"), str(tmp_path / "resnet"), safe_serialization=True)
     done = subprocess.run(
-        command(source, "out", "--train", "photos/train", "--val", "photos/val", "--steps", "4", "4", "--accelerator=cpu"),
+        command(
+            source, "out", "--train", "photos/train", "--val", "photos/val", "--steps", "4", "4", "--accelerator=cpu", *options
+        ),
         capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr[-2000:]
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+    assert (tmp_path / "out-work").exists() == (source == "broken"), (
+        "weights are read after the working folder is begun"
+    )

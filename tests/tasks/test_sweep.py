@@ -176,6 +176,40 @@ def test_jobs_are_submitted_once(
     assert "0.62 ± 0.18" in capsys.readouterr().out, "the same command compares once all jobs have finished"
 
 
+@pytest.mark.parametrize(
+    ("ending", "status", "outcome", "end"),
+    [
+        ("kill -9 $$", 137, "killed by signal 9, as if memory ran out", "stopped at run 1 of 2"),
+        ("kill -15 $$", 143, "ended with status 143", "stopped at run 1 of 2"),
+        ("exit 255", 1, "ended with status 255", "failed: seed_everything=0, seed_everything=1"),
+    ],
+    ids=["killed", "terminated", "255"],
+)
+@pytest.mark.parametrize("submitted", [False, True], ids=["run", "sbatch"])
+def test_a_signal_ends_a_sweep_and_a_failure_does_not(
+    submitted: bool, ending: str, status: int, outcome: str, end: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """A program in place of a run, or of sbatch, ends by a signal or with a large status of its own."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "sbatch"
+    program.write_text(f"#!/bin/sh\necho start >> starts\n{ending}\n")
+    program.chmod(0o755)
+    words = ["--sweep=seed_everything=0,1", "--run_dir=r"]
+    if submitted:
+        monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+        words.append("--sweep_sbatch=x.sbatch")
+        line = f"r/seed_everything=0: not submitted: sbatch {outcome}"
+    else:
+        monkeypatch.setattr(sys, "executable", str(program))
+        line = f"r/seed_everything=0: {outcome} (see output.txt)"
+    assert sweep.run(["fit", *words]) == status
+    said = capsys.readouterr().err
+    assert line in said
+    assert end in said
+    assert (tmp_path / "starts").read_text().count("start") == (2 if status == 1 else 1)
+
+
 def begun(folder: Path, seeds: str) -> Child:
     """Start a sweep whose first run does not end, and wait until it has validated."""
     line = [

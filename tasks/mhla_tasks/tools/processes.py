@@ -11,6 +11,21 @@ KILLED = 128 + signal.SIGKILL
 """Exit status of a command that the system killed, which is what Linux does if memory runs out."""
 
 
+def exit_status(returncode: int) -> int:
+    """Convert a return code of :mod:`subprocess`, -n if signal n ended the command, to a shell's exit status, 128 + n."""
+    return returncode if returncode >= 0 else 128 - returncode
+
+
+def ended_by_signal(status: int) -> bool:
+    """Return whether an exit status says that a signal ended the command. Larger ones, such as 255, are the command's own."""
+    return 128 < status < 128 + signal.NSIG  # NSIG is one more than the largest number of a signal
+
+
+def describe_status(status: int) -> str:
+    """Describe how a command with a nonzero exit status ended."""
+    return "killed by signal 9, as if memory ran out" if status == KILLED else f"ended with status {status}"
+
+
 def run_command(command: list[str], output: Path | None = None) -> int:
     """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
 
@@ -37,4 +52,4 @@ def run_command(command: list[str], output: Path | None = None) -> int:
             signal.signal(number, handler)
     if interrupts:
         return 130
-    return status if status >= 0 else 128 - status
+    return exit_status(status)

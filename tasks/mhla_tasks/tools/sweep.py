@@ -49,7 +49,7 @@ from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import write_comparison
 from mhla_tasks.tools.comparison.runs import ORDER, short_names, write_order
-from mhla_tasks.tools.processes import run_command
+from mhla_tasks.tools.processes import describe_status, ended_by_signal, exit_status, run_command
 
 KEPT = "sweep.json"
 """Name of the file in a run's folder that stores its arguments and hashes of its configurations."""
@@ -264,7 +264,7 @@ def run(arguments: Sequence[str]) -> int:
             with progress.running(folder):
                 status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
-        if status in (2, 75) or status > 128:  # a usage error or a stop, which ends all other runs too
+        if status in (2, 75) or ended_by_signal(status):  # a usage error or a stop, which ends all other runs too
             if status != 2:
                 progress.say(f"stopped at run {progress.done} of {len(runs)}; the same command resumes the sweep")
             return status
@@ -289,7 +289,7 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
     if status:
         output = (folder / OUTPUT).read_bytes()[printed:].decode(errors="replace") if (folder / OUTPUT).exists() else ""
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
-        return f"ended with status {status} ({errors[-1] if errors else f'see {OUTPUT}'})"
+        return f"{describe_status(status)} ({errors[-1] if errors else f'see {OUTPUT}'})"
     try:
         best = json.loads((folder / RECORD).read_text())["best"]
         metric = f", best {best['metric']} {rounded(best['value'])}"
@@ -329,7 +329,7 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
         progress: progress display of the sweep.
 
     Returns:
-        The exit status of ``sbatch``; 2 if the program is not installed.
+        The exit status of ``sbatch``, 128 + n if signal n ended it; 2 if the program is not installed.
     """
     # The script reads RUN_DIR from the environment, which SBATCH_EXPORT=NONE would drop without --export=ALL.
     command = ["sbatch", "--parsable", "--export=ALL", f"--job-name={folder.name}", *arguments]
@@ -338,11 +338,14 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
     except FileNotFoundError:
         sys.stderr.write("error: the program sbatch is not installed\n")
         return 2
-    if done.returncode == 0:
+    status = exit_status(done.returncode)
+    if status:
+        progress.end(folder, f"not submitted: sbatch {describe_status(status)}")
+    else:
         number = done.stdout.strip().partition(";")[0]  # the name of the cluster may follow
         write_whole(folder / JOB, f"{number}\n")
         progress.end(folder, f"submitted as job {number}")
-    return done.returncode
+    return status
 
 
 def _saved_arguments(line: CommandLine) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import write_report
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
-from mhla_tasks.tools.processes import KILLED, run_command
+from mhla_tasks.tools.processes import KILLED, describe_status, run_command
 
 CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
 """Files in the working folder: the options of the command, the numbers of steps, and the results of the completed steps."""
@@ -62,21 +62,17 @@ class Pipeline:
         self.target, self.work, self.settings, self.budget, self.steps = target, work, settings, budget, steps
         choices = {"source": name, "settings": asdict(settings), "budget": None if steps else budget, "steps": steps}
         self.choices: dict[str, Any] = json.loads(json.dumps(choices))
-        begun_with = self._read(CHOICES)
-        if begun_with and begun_with != self.choices:
-            changed = [name for name, value in self.choices.items() if value != begun_with.get(name)]
-            raise ValueError(
-                f"{work} was begun with a different {' and '.join(changed)}; continue with the same options, or choose another "
-                "folder with --work"
-            )
+        begun = self._check_choices()
+        self.source = open_source(name, work / "original", reuse=begun)  # first, so that a wrong model leaves no folder
         work.mkdir(parents=True, exist_ok=True)
         write_whole(work / CHOICES, json.dumps(self.choices, indent=1) + "\n")
         self.plan = self._read(PLAN)
-        self.source = open_source(name, work / "original")
         self.results = self._read(RESULTS)
 
     def run(self) -> None:
         """Perform all steps that are not complete, and print what is done."""
+        if self.source.images is not None and (differences := self.source.images.differences):
+            _say(f"warning: held-out images are resized with {differences}")
         self._prepare_data()
         self._make_plan()
         self._measure_before()
@@ -86,8 +82,30 @@ class Pipeline:
         self._check_gain()
         self._export()
         self._measure_after()
-        write_report(self.target, self.work, self.source, self.settings.kind, self.results)
+        write_report(self.target, self.work, self.source, self.settings, self.results)
         _say(f"model: {self.target}\nreport: {self.work / 'report.html'}")
+
+    def _check_choices(self) -> bool:
+        """Return whether the working folder was begun, with the same choices.
+
+        Raises:
+            ValueError: if it belongs to different choices.
+        """
+        begun_with = self._read(CHOICES)
+        if not begun_with or begun_with == self.choices:
+            return bool(begun_with)
+        former, present = (
+            {**choices, **choices.get("settings", {}), "settings": None} for choices in (begun_with, self.choices)
+        )
+        changed = [
+            f"{name if name == 'source' else f'--{name}'}={_written(former.get(name))}, not {_written(value)}"
+            for name, value in present.items()
+            if value != former.get(name)
+        ]
+        raise ValueError(
+            f"{self.work} was begun with {'; '.join(changed)}. Continue with the same options, or choose a different folder "
+            "with --work"
+        )
 
     @property
     def _data(self) -> dict[str, Any]:
@@ -229,10 +247,9 @@ class Pipeline:
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # measurements in this process must not hold memory that the command needs
         if status := run_command([sys.executable, "-m", "mhla_tasks", *words]):
-            reason = "stopped"
+            _say(f"{describe_status(status)}; the same command continues here ({self.work})")
             if status == KILLED:
-                reason = "killed by signal 9, as if memory ran out (a smaller --batch_size or --length needs less)"
-            _say(f"{reason}; the same command continues here ({self.work})")
+                _say("to need less memory, use a smaller --batch_size or --length with a different --work")
             sys.exit(status)
 
     def _keep(self, **results: Any) -> None:
@@ -243,6 +260,11 @@ class Pipeline:
         path = self.work / name
         content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
         return content
+
+
+def _written(value: Any) -> str:
+    """Write the value of an option as on a command line; an option that is not used is ``none``."""
+    return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _say(text: str) -> None:
@@ -269,7 +291,7 @@ def linearize(options: Any) -> None:
         )
     typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
     defaults = dict(stages.DEFAULTS[find_domain(options.source)])
-    defaults["length"] = image_side(options.source) or defaults["length"]
+    defaults["length"] = image_side(options.source, options.length) or defaults["length"]
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")

@@ -16,8 +16,9 @@ from lightning_mhla.callbacks.stored_pictures import read_picture
 from lightning_mhla.system.figures import make_panels, plain_numbers, save_figure
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
+from lightning_mhla.training.encoders import Pooling
 from mhla_tasks.tools.linearize.source import PretrainedSource
-from mhla_tasks.tools.linearize.stages import MONITORS
+from mhla_tasks.tools.linearize.stages import MONITORS, Settings
 
 LOADING = """\
 from transformers import {class_name}{tokenizer}
@@ -30,11 +31,20 @@ from lightning_mhla import load_swapped
 from timm.data import create_transform, resolve_data_config
 
 model = load_swapped("{folder}")
-transform = create_transform(**resolve_data_config(model=model))  # from an image of Pillow to the model's input
+size = {{"input_size": ({channels}, {side}, {side})}}  # of the images in training
+transform = create_transform(**resolve_data_config(size, model=model))  # from an image of Pillow to the model's input
 vectors = model.forward_features(images)  # of class and register tokens and patches
-embeddings = model.forward_head(vectors, pre_logits=True)
-outputs = model(images)  # scores of the classes if the original has a classifier, otherwise the embeddings"""
+{embeddings}"""
 """Python code that loads the exported model of timm."""
+
+EMBEDDINGS: dict[Pooling, str] = {
+    "head": """\
+embeddings = model.forward_head(vectors, pre_logits=True)
+outputs = model(images)  # scores of the classes if the original has a classifier, otherwise the embeddings""",
+    "first": "embeddings = vectors[:, 0]  # of the class token",
+    "mean": "embeddings = vectors.mean(1)",
+}
+"""Python code that computes embeddings with a model of timm, by how they are read from the token vectors."""
 
 MEANING = {
     "val/perplexity": "perplexity on held-out text; lower is better",
@@ -54,34 +64,38 @@ ROUNDED = 1e-6
 """Numbers below are rounding errors of a distance of zero."""
 
 
-def write_report(target: Path, work: Path, source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> None:
+def write_report(
+    target: Path, work: Path, source: PretrainedSource, settings: Settings, results: Mapping[str, Any]
+) -> None:
     """Write ``report.html`` to the working folder.
 
     Args:
         target: folder of the exported model.
         work: working folder.
         source: pretrained model.
-        kind: kind of the new attention.
+        settings: choices that determined the training.
         results: results of all steps.
     """
     title = f"{source.name}, linearized"
     parts = [
         f"<h1>{html.escape(title)}</h1>",
-        f'<p class="muted">{_summary(source, kind, results)}</p>',
+        f'<p class="muted">{_summary(source, settings.kind, results)}</p>',
         _quality(source, results),
         _positions(results),
         _curves(results),
         _speed(source, work, results),
         _generation(results),
         _layers(results),
-        f"<h2>Use it</h2><pre>{html.escape(_loading(source, target.name))}</pre>",
+        f"<h2>Use it</h2><pre>{html.escape(loading_code(source, target.name, settings.length))}</pre>",
     ]
     write_whole(work / "report.html", document(title, "\n".join(part for part in parts if part)))
 
 
-def _loading(source: PretrainedSource, folder: str) -> str:
+def loading_code(source: PretrainedSource, folder: str, length: int) -> str:
+    """Return the Python code that loads the exported model from ``folder``, which was trained at ``length``."""
     if source.images is not None:
-        return LOADING_TIMM.format(folder=folder)
+        channels, embeddings = source.images.preprocessing.channels, EMBEDDINGS[source.images.pooling]
+        return LOADING_TIMM.format(folder=folder, channels=channels, side=length, embeddings=embeddings)
     class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
     if source.domain == "image":
         return LOADING.format(class_name=class_name, tokenizer="", folder=folder)
@@ -126,10 +140,10 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else rounded(_exact(value))
+    return "" if value is None else rounded(_without_rounding_error(value))
 
 
-def _exact(value: float) -> float:
+def _without_rounding_error(value: float) -> float:
     return 0.0 if abs(value) < ROUNDED else value
 
 
@@ -155,7 +169,7 @@ def _curves(results: Mapping[str, Any]) -> str:
     for title, names in panels_of(curves).items():
         original = results["original"].get(f"val/{title}")
         lines = [Curve(name.split("/")[0], curves[name]) for name in names]
-        plots.append(plot(title, lines, None if original is None else (ORIGINAL, _exact(original))))
+        plots.append(plot(title, lines, None if original is None else (ORIGINAL, _without_rounding_error(original))))
     return f'<h2>Training</h2><div class="curves">{"".join(plots)}</div>' if plots else ""
 
 

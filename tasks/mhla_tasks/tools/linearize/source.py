@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,14 +26,25 @@ class TimmImages:
     """Images that an encoder of timm takes.
 
     Attributes:
-        preprocessing: size and normalization of the images, according to timm's data configuration.
+        preprocessing: size, size of the crop and normalization of the images, according to timm's data configuration.
         patch: side of a patch in pixels.
         pooling: vector that is the embedding of an image.
+        crop_mode: crop of timm's data configuration: ``"center"``, which :class:`Preprocessing` implements, ``"squash"`` or
+            ``"border"``.
+        interpolation: interpolation of timm's data configuration, such as ``"bicubic"``, which :class:`Preprocessing` uses.
     """
 
     preprocessing: Preprocessing
     patch: int
     pooling: Pooling
+    crop_mode: str
+    interpolation: str
+
+    @property
+    def differences(self) -> str:
+        """Description of how held-out images are resized differently than timm does; empty if there is no difference."""
+        pairs = (("crop_mode", "center", self.crop_mode), ("interpolation", "bicubic", self.interpolation))
+        return ", ".join(f"{name}={ours} in place of timm's {timms}" for name, ours, timms in pairs if ours != timms)
 
 
 @dataclass(frozen=True)
@@ -54,13 +66,14 @@ class PretrainedSource:
     images: TimmImages | None = None
 
 
-def open_source(name: str, folder: Path) -> PretrainedSource:
+def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSource:
     """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF or ONNX file.
 
     Args:
         name: folder of transformers or timm, name on the Hugging Face Hub, name of an encoder of timm that begins with
             ``timm:``, ``.gguf`` or ``.onnx`` file, or folder with one such file.
-        folder: folder to write a converted model to; kept and used again if it exists.
+        folder: folder to write a converted model to.
+        reuse: whether to use a converted model that is in ``folder`` already, which must come from the same file.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -70,7 +83,7 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
     """
     title, file = Path(name).resolve().name if Path(name).exists() else name, _model_file(Path(name))
     if file is not None:
-        if not (folder / "config.json").is_file():
+        if not (reuse and (folder / "config.json").is_file()):
             (convert_gguf if file.suffix == ".gguf" else convert_onnx)(file, folder)
         name = str(folder)
     if is_swapped(name):
@@ -85,28 +98,52 @@ def open_source(name: str, folder: Path) -> PretrainedSource:
 
 
 def _open_timm(name: str, title: str) -> PretrainedSource:
-    """Describe a timm vision transformer for linearization; messages call it ``title``. Its weights are not read."""
+    """Describe a timm vision transformer for linearization without reading its weights.
+
+    Args:
+        name: folder or name of the model.
+        title: name of the model in the report.
+    """
     from timm import data as timm_data  # imports all of timm's models
 
     model = build_timm(read_timm_description(name), "meta")
-    images = timm_data.resolve_data_config(model=model)
-    channels, *sides = images["input_size"]
-    crop, mean, std = images["crop_pct"], images["mean"], images["std"]
-    token: Pooling = "first" if model.num_prefix_tokens else "mean"
-    preprocessing = Preprocessing(min(sides), channels, crop, mean, std)
-    inputs = TimmImages(preprocessing, max(model.patch_embed.patch_size), "head" if model.global_pool else token)
-    return PretrainedSource(name, "image", len(model.blocks), title, inputs)
+    config = timm_data.resolve_data_config(model=model)
+    channels, *sides = config["input_size"]
+    preprocessing = Preprocessing(min(sides), channels, config["crop_pct"], config["mean"], config["std"])
+    pooling_without_head: Pooling = "first" if model.num_prefix_tokens else "mean"
+    images = TimmImages(
+        preprocessing,
+        patch=math.lcm(*model.patch_embed.patch_size),  # patches need not be square
+        pooling="head" if model.global_pool else pooling_without_head,
+        crop_mode=config["crop_mode"],
+        interpolation=config["interpolation"],
+    )
+    return PretrainedSource(name, "image", len(model.blocks), title, images)
 
 
-def image_side(name: str) -> int | None:
-    """Return the side in pixels of the images that an encoder of timm was trained on; None for other models.
+def image_side(name: str, length: int | None = None) -> int | None:
+    """Return the side in pixels of the images to train an encoder of timm on; None for other models.
+
+    Args:
+        name: name of the model, see :func:`open_source`.
+        length: side that the user chose; None for the size in timm's data configuration, rounded down to complete patches.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if timm cannot build the model, or its attention cannot be replaced.
+        ValueError: if timm cannot build the model, its attention cannot be replaced, or ``length`` is not a multiple of the
+            patch size.
     """
     images = None if timm_name(name) is None else _open_timm(name, name).images
-    return None if images is None else images.preprocessing.image_size
+    if images is None:
+        return None
+    patch, side = images.patch, images.preprocessing.image_size if length is None else length
+    below = side - side % patch
+    if length is not None and (below != length or length <= 0):
+        multiples = [str(multiple) for multiple in (below, below + patch) if multiple > 0] or [str(patch)]
+        raise ValueError(
+            f"--length={length} is not a multiple of {patch}, the patch size of {name}; use {' or '.join(multiples)}"
+        )
+    return below
 
 
 def find_domain(name: str) -> Domain:
