@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -61,6 +62,19 @@ def training_rows() -> list[str]:
     return rows
 
 
+def layer_rows() -> list[str]:
+    """Return the rows of one attention layer of a vision transformer, of ``lightning bench layers``."""
+    measured = json.loads((RESULTS / "layers-cpu.json").read_text())["rows"]
+    rows = []
+    for kind in ("mhla", "mhla_window"):
+        for part, work in (("forward_ms", "forward pass"), ("both_ms", "forward and backward")):
+            pairs = {
+                entry["tokens"]: (median(entry[part]["softmax"]), median(entry[part][kind])) for entry in measured
+            }
+            rows.append(row(f"one layer of DeiT-S, `{kind}`", work, "tokens", pairs))
+    return rows
+
+
 def generation_rows() -> list[str]:
     """Return the rows of the time for a token in generation."""
     small = json.loads((RESULTS / "generation-cpu.json").read_text())["rows"]
@@ -102,7 +116,7 @@ def published_rows() -> list[str]:
     return rows
 
 
-TABLES = {"training": training_rows, "generation": generation_rows, "published": published_rows}
+TABLES = {"training": training_rows, "layers": layer_rows, "generation": generation_rows, "published": published_rows}
 
 
 def with_tables(page: str) -> str:

@@ -136,7 +136,7 @@ def test_what_is_wrong_with_captioned_images(tmp_path: Path, caplog: pytest.LogC
         with pytest.raises(BrokenSampleError, match=message):
             source[index]
     assert len(source) == 6
-    assert "1 captions without a file beside them, such as 9.txt" in caplog.text
+    assert "1 caption without a file of the same name, such as 9.txt" in caplog.text
     with pytest.raises(SystemExit, match="broken samples: 3, more than --max_skipped 2"):
         registry.run("prepare captions", [str(folder), str(tmp_path / "none"), "--max_skipped", "2"])
     assert registry.run("prepare captions", [str(folder), str(tmp_path / "out"), "--max_skipped", "3"]) is None
