@@ -68,9 +68,7 @@ def layer_rows() -> list[str]:
     rows = []
     for kind in ("mhla", "mhla_window"):
         for part, work in (("forward_ms", "forward pass"), ("both_ms", "forward and backward")):
-            pairs = {
-                entry["tokens"]: (median(entry[part]["softmax"]), median(entry[part][kind])) for entry in measured
-            }
+            pairs = {entry["tokens"]: (median(entry[part]["softmax"]), median(entry[part][kind])) for entry in measured}
             rows.append(row(f"one layer of DeiT-S, `{kind}`", work, "tokens", pairs))
     return rows
 
