@@ -116,11 +116,12 @@ def mhla_window_attention(
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         q, k, v, f, g = (x.to(problem.accumulate) for x in (q, k, v, q_features, k_features))
-        real = q.new_ones(q.shape[:2]) if key_mask is None else key_mask.to(q.dtype)
+        far, real = heads_last(far, q), q.new_ones(q.shape[:2]) if key_mask is None else key_mask.to(q.dtype)
         if key_mask is not None:
             # those of queries too: zero times NaN would be NaN in the gradients of the keys
-            q, k, v, f, g = (x.masked_fill(~key_mask[..., None, None], 0) for x in (q, k, v, f, g))
-        tokens, mixing = (q * scale, k, v, f, g, heads_last(far, q)), mixing.to(problem.accumulate)
+            hidden = ~key_mask[..., None, None]
+            q, k, v, f, g, far = (x.masked_fill(hidden, 0) for x in (q, k, v, f, g, far))
+        tokens, mixing = (q * scale, k, v, f, g, far), mixing.to(problem.accumulate)
         sinks = at_most(sinks, problem.layout.largest)
         if causal:
             blocks = problem.layout.partition(q.device)

@@ -61,11 +61,11 @@ def attend_all(
     matrix = matrix[..., : blocks.blocks, : blocks.blocks]
     near_blocks = _are_near(axes, lead, q.device)
     window = Window(matrix.masked_fill(near_blocks, 0), blocks, axes, lead, sinks)
-    forms, tokens_block = Forms(near=False, far=False), layout.token_blocks(q.device)
+    forms, where = Forms(near=False, far=False), layout.token_blocks(q.device)
     if q.device.type == "cpu":  # costs were measured there, and scores of all rows are not held at once
         forms = cheapest_forms(layout, axes, q.shape[-1], f.shape[-1], v.shape[-1])
-    near = near_pairs(near_blocks, tokens_block.block, sinks) if forms.near else None
-    pairs = expand_pairs(matrix, tokens_block, tokens_block) if forms.far else None
+    near = near_pairs(near_blocks, where.block, sinks) if forms.near else None
+    pairs = expand_pairs(matrix, where, where) if forms.far else None
 
     def run(*part: Tensor) -> Tensor:
         *tokens, real = part

@@ -1,6 +1,7 @@
 """Modules for mixing coefficients of MHLA: initial values, bounds, and resizing to a different number of blocks.
 
-This module contains both parametrizations, dense and exponential, because their bounds and resizing correspond.
+Longer than other modules: it contains both parametrizations, dense and exponential, because their bounds and resizing
+correspond.
 """
 
 from __future__ import annotations

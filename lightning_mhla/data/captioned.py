@@ -1,4 +1,7 @@
-"""Readers of files, such as images or video clips, in shards or in a folder, with captions or without."""
+"""Readers of files, such as images or video clips, in shards or in a folder, with captions or without.
+
+Longer than other modules, because the rules for captions are the same in folders and in shards.
+"""
 
 from __future__ import annotations
 

@@ -608,7 +608,7 @@ def test_a_hidden_query_that_is_nan_spoils_no_gradient(causal: bool) -> None:
         return list(torch.autograd.grad(out.square().sum(), leaves))
 
     want = gradients()
-    for x in inputs[:5]:
+    for x in inputs:
         x[:, 7] = torch.nan
     for got, expected in zip(gradients(), want, strict=True):
         torch.testing.assert_close(got, expected)
