@@ -53,7 +53,7 @@ def cheapest_forms(layout: TokenLayout, axes: Sequence[int], width: int, feature
     if layout.is_open:
         return Forms(near=False, far=False)
     cost, tokens, blocks = CONSTANTS["torch"], layout.tokens, layout.blocks
-    near_blocks = prod(min(3, length) for length in axes)
+    near_blocks = prod([min(3, length) for length in axes])  # torch.compile takes no generator here
     near_pair = width + value_width + cost["pair"]
     near = tokens**2 * near_pair
     near_in_blocks = tokens * near_blocks * (layout.largest * near_pair + GATHER * (width + value_width))
