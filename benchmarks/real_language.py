@@ -42,6 +42,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "mhla_window": {**WINDOW, "options": {"sinks": 4, "far_init": -4.0}},
     "window": {**WINDOW, "options": {"sinks": 4, "far_init": -math.inf}},
     "window without sinks": {**WINDOW, "options": {"sinks": 0, "far_init": -math.inf}},
+    "mhla_window 512": {**WINDOW, "block_size": 512, "options": {"sinks": 4, "far_init": -4.0}},
     "mhla_window 256": {**WINDOW, "block_size": 256, "options": {"sinks": 4, "far_init": -4.0}},
     "mhla_window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -4.0}},
     "window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -math.inf}},
