@@ -41,11 +41,14 @@ class NearTokens(NamedTuple):
         k: keys, ``[B, H, ..., S, Dk]``.
         v: values, ``[B, H, ..., S, V]``.
         visible: bool mask of the tokens that a query attends to, broadcastable to ``[B, 1, ..., C, S]``.
+        q: queries that read these tokens, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``; None for those that
+            read all groups.
     """
 
     k: Tensor
     v: Tensor
     visible: Tensor
+    q: Tensor | None = None
 
 
 class FarTokens(NamedTuple):
@@ -100,22 +103,25 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
     Returns:
         Outputs, ``[B, H, ..., C, V]``; zeros for a query that attends to no token.
     """
-    if not _suits_flash(q, near, far):
+    queries = [q if tokens.q is None else tokens.q for tokens in near]
+    if not _suits_flash(queries, near, far):
         return combine_scores(q, near, far)
     # Flash attention adds minus infinity to the scores of masked keys, so a score of plus infinity becomes NaN and spoils its
     # row. Keys with very large numbers are therefore set to zero. Rows that attend to such a key, or whose query has such
     # numbers, come from the exact computation. No other rows do, because a later token must not change a bit of them.
     limit = torch.finfo(q.dtype).max ** LARGEST
-    if all(_largest(x) <= limit for x in (q, *(tokens.k for tokens in near))):
-        return _with_flash(q, near, far)
+    distinct = {id(x): x for x in (*queries, *(tokens.k for tokens in near))}
+    if all(_largest(x) <= limit for x in distinct.values()):
+        return _with_flash(queries, near, far)
     exact = combine_scores(q, near, far)
     is_exact = ~_fit(q, limit)
-    bounded = []
-    for k, v, visible in near:
-        fits = _fit(k, limit)
-        bounded.append(NearTokens(k.where(fits, 0), v, visible))
-        is_exact = is_exact | (visible & ~fits.transpose(-1, -2)).any(-1, keepdim=True)
-    return exact.where(is_exact, _with_flash(q.where(_fit(q, limit), 0), bounded, far))
+    bounded, bounded_queries = [], []
+    for query, tokens in zip(queries, near, strict=True):
+        fits, key_fits = _fit(query, limit), _fit(tokens.k, limit)
+        bounded.append(tokens._replace(k=tokens.k.where(key_fits, 0)))
+        bounded_queries.append(query.where(fits, 0))
+        is_exact = is_exact | ~fits | (tokens.visible & ~key_fits.transpose(-1, -2)).any(-1, keepdim=True)
+    return exact.where(is_exact, _with_flash(bounded_queries, bounded, far))
 
 
 def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
@@ -132,12 +138,15 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Ten
     largest = (log_factor.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(
         no_far, numbers.min
     )
-    scores = [(q @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf) for k, _, visible in near]
+    scores = [
+        ((q if query is None else query) @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
+        for k, _, visible, query in near
+    ]
     log_divisor = reduce(torch.maximum, [x.detach().amax(-1, keepdim=True) for x in scores if x.shape[-1]], largest)
     weights = [(x - log_divisor).exp() for x in scores]
     factor = _far_factor(log_factor, log_divisor, no_far)
     total = sum((x.sum(-1, keepdim=True) for x in weights), factor * sums[..., -1:])
-    out = sum((x @ v for x, (_, v, _) in zip(weights, near, strict=True)), factor * sums[..., :-1])
+    out = sum((x @ tokens.v for x, tokens in zip(weights, near, strict=True)), factor * sums[..., :-1])
     unseen = total <= 0  # adding it keeps 0 / 0 out of the forward and the backward pass
     return (out / (total + unseen)).masked_fill(unseen, 0)
 
@@ -152,11 +161,12 @@ def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tens
     return torch.minimum(log_factor - log_divisor, bound).exp()
 
 
-def _suits_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> bool:
+def _suits_flash(queries: Sequence[Tensor], near: Sequence[NearTokens], far: FarTokens) -> bool:
     """Return whether torch's flash attention for CPUs can compute the near part, and is likely to be faster."""
+    q = queries[0]
     if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
         return False
-    tensors = (q, *far, *(x for tokens in near for x in tokens[:2]))
+    tensors = (*queries, *far, *(x for tokens in near for x in tokens[:2]))
     if q.shape[-2] < FEWEST_TRAINED and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
     return has_values(*tensors) and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
@@ -175,27 +185,29 @@ def _fit(x: Tensor, limit: float) -> Tensor:
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
-def _with_flash(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
-    lead = q.shape[:-2]
-    tokens = [x.expand(*lead, *x.shape[-2:]) for group in near if group.k.shape[-2] for x in group[:2]]
-    masks = [group.visible for group in near if group.k.shape[-2]]
-    out: Tensor = _Combined.apply(q, *far, masks, *tokens)
+def _with_flash(queries: Sequence[Tensor], near: Sequence[NearTokens], far: FarTokens) -> Tensor:
+    tokens, masks = [], []
+    for q, group in zip(queries, near, strict=True):
+        if group.k.shape[-2]:
+            tokens += [q, *(x.expand(*q.shape[:-2], *x.shape[-2:]) for x in group[:2])]
+            masks.append(group.visible)
+    out: Tensor = _Combined.apply(*far, masks, *tokens)
     return out
 
 
 class _Combined(torch.autograd.Function):
     """Autograd function for :func:`combine` with torch's flash attention for CPUs.
 
-    It takes the queries and the tensors of :class:`FarTokens`. The groups of near tokens are passed as a list of masks, then
-    the keys and the values of each group.
+    It takes the tensors of :class:`FarTokens`. The groups of near tokens are passed as a list of masks, then the queries, the
+    keys and the values of each group.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, sums: Tensor, log_factor: Tensor, masks: list[Tensor], *tokens: Tensor) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, log_factor: Tensor, masks: list[Tensor], *tokens: Tensor) -> Tensor:
         no_far = sums[..., -1:] <= 0
         log_total = (log_factor + sums[..., -1:].log()).masked_fill(no_far, -torch.inf)
         groups = []
-        for k, v, visible in zip(tokens[::2], tokens[1::2], masks, strict=True):
+        for q, k, v, visible in zip(tokens[::3], tokens[1::3], tokens[2::3], masks, strict=True):
             near, log_near = cpu_flash_attention(*map(_rows, (q, k, v)), attn_mask=_added(visible, q), scale=1.0)
             # torch returns 0, not minus infinity, for a query without near tokens
             log_near = _unrows(log_near[..., None], q).masked_fill(~visible.any(-1, keepdim=True), -torch.inf)
@@ -210,37 +222,36 @@ class _Combined(torch.autograd.Function):
             out.addcmul_(near, (log_near - log_total).exp())
         out = out.masked_fill_(unseen, 0)
         ctx.groups = len(masks)
-        ctx.save_for_backward(q, sums, log_factor, *masks, *tokens, out, log_total, unseen)
+        ctx.save_for_backward(sums, log_factor, *masks, *tokens, out, log_total, unseen)
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, sums, log_factor, *others = ctx.saved_tensors
+        sums, log_factor, *others = ctx.saved_tensors
         masks, tokens, (out, log_total, unseen) = others[: ctx.groups], others[ctx.groups : -3], others[-3:]
         if torch.is_grad_enabled():  # second derivatives are wanted, which torch has no formula for
-            return _gradients_of_scores(ctx.needs_input_grad, gradient, (q, sums, log_factor), masks, tokens)
-        with without_autocast(q.device.type):
+            return _gradients_of_scores(ctx.needs_input_grad, gradient, FarTokens(sums, log_factor), masks, tokens)
+        with without_autocast(sums.device.type):
             gradient = gradient.masked_fill(unseen, 0)
-            of_q, of_tokens = torch.zeros_like(q), []
-            rows = [_rows(x) for x in (gradient, q, out, log_total)]
-            for k, v, visible in zip(tokens[::2], tokens[1::2], masks, strict=True):
+            of_tokens = []
+            rows = [_rows(x) for x in (gradient, out, log_total)]
+            for q, k, v, visible in zip(tokens[::3], tokens[1::3], tokens[2::3], masks, strict=True):
                 parts = cpu_flash_attention_backward(
-                    *rows[:2], _rows(k), _rows(v), rows[2], rows[3][..., 0], 0.0, False,
+                    rows[0], _rows(q), _rows(k), _rows(v), rows[1], rows[2][..., 0], 0.0, False,
                     attn_mask=_added(visible, q), scale=1.0,
                 )  # fmt: skip
-                of_q += _unrows(parts[0], q)
-                of_tokens += [_unrows(x, q) for x in parts[1:]]
+                of_tokens += [_unrows(x, q) for x in parts]
             factor = _far_factor(log_factor, log_total, sums[..., -1:] <= 0).masked_fill(unseen, 0)
             # the last column is the sum of the weights, which divides all others
             of_sums = factor * torch.cat([gradient, -(gradient * out).sum(-1, keepdim=True)], -1)
             of_factor = (of_sums * sums).sum(-1, keepdim=True)
-        return (of_q, of_sums, of_factor, None, *of_tokens)
+        return (of_sums, of_factor, None, *of_tokens)
 
 
 def _gradients_of_scores(
     needed: Sequence[bool],
     gradient: Tensor,
-    inputs: tuple[Tensor, Tensor, Tensor],
+    far: FarTokens,
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
@@ -249,17 +260,17 @@ def _gradients_of_scores(
     Args:
         needed: for each argument of :class:`_Combined`, whether its gradient is wanted.
         gradient: gradient of the outputs.
-        inputs: queries, and the tensors of :class:`FarTokens`.
+        far: sums over the far tokens.
         masks: mask of each group of near tokens.
-        tokens: keys and values of each group of near tokens, alternating.
+        tokens: queries, keys and values of each group of near tokens, one group after the other.
 
     Returns:
         A gradient for each argument of :class:`_Combined`; None if it is not wanted.
     """
-    q, sums, log_factor = inputs
-    near = list(map(NearTokens, tokens[::2], tokens[1::2], masks))
-    out = combine_scores(q, near, FarTokens(sums, log_factor))
-    tensors = (*inputs, None, *tokens)
+    tokens = [x.view_as(x) for x in tokens]  # the same queries may read several groups, with a gradient for each
+    near = list(map(NearTokens, tokens[1::3], tokens[2::3], masks, tokens[::3]))
+    out = combine_scores(tokens[0], near, far)
+    tensors = (*far, None, *tokens)
     chosen = [x for x, is_needed in zip(tensors, needed, strict=True) if is_needed and x is not None]
     gradients = iter(torch.autograd.grad(out, chosen, gradient, create_graph=True, materialize_grads=True))
     return tuple(next(gradients) if is_needed else None for is_needed in needed)

@@ -58,6 +58,7 @@ def mhla_window_attention(
     scale: float | None = None,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    sink_q: Tensor | None = None,
 ) -> Tensor:
     """Compute attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
 
@@ -91,6 +92,8 @@ def mhla_window_attention(
             token.
         cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
             followed by N. None if each row is one sequence. Only with ``causal``.
+        sink_q: queries that read the sinks, ``[B, N, H, Dk]``; None means q. With rotary positions, for example, they can be
+            rotated to a position nearer to the sinks. Only with ``causal``.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v. Sums are computed in float32 (float64 for float64 inputs).
@@ -110,8 +113,9 @@ def mhla_window_attention(
         q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens, block_offsets, causal, sinks
     )
     grid = _check_grid(problem, block_grid, causal, sinks)
+    check_sink_queries(sink_q, q, causal)
     if v.numel() == 0 or q.numel() == 0:
-        return nothing_far(problem, q_features, k_features, far)
+        return nothing_far(problem, q_features, k_features, far, sink_q)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
@@ -126,14 +130,17 @@ def mhla_window_attention(
         if causal:
             blocks = problem.layout.partition(q.device)
             x = InBlocks.of(tokens, real > 0, blocks)
+            if sink_q is not None:
+                sink_q = sink_q.to(problem.accumulate) * scale
+                sink_q = blocks.split(sink_q if key_mask is None else sink_q.masked_fill(hidden, 0))
             del tokens, q, k, v, f, g  # long texts need their memory
-            out = blocks.merge(_causal(x, mixing, blocks, sinks))
+            out = blocks.merge(_causal(x, mixing, blocks, sinks, sink_q))
         else:
             out = attend_all(tokens, real > 0, mixing, problem.layout, grid, sinks)
         return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
 
 
-def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int) -> Tensor:
+def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sink_q: Tensor | None) -> Tensor:
     """Compute the outputs of causal attention, ``[B, H, M, C, V]``.
 
     Args:
@@ -141,6 +148,8 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int) -> 
         mixing: mixing coefficients between all blocks.
         blocks: assignment of the tokens to blocks.
         sinks: number of sinks, which are in the first block of each sequence.
+        sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for those of
+            ``x``.
     """
     # True for the first block of each sequence: the block before it belongs to a different sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
@@ -155,7 +164,7 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int) -> 
     mixed = _later(mixer(x.sums, causal=True)).masked_fill(starts[:, None, None], 0)
     k_before, v_before, visible_before = (_later(y) for y in (x.k, x.v, x.visible[:, None, ..., None]))
     visible_before = visible_before[:, 0, ..., 0] & ~starts[:, None]
-    window = CausalWindow(k_before, v_before, visible_before, reads[0], reads[1], sinks_visible)
+    window = CausalWindow(k_before, v_before, visible_before, reads[0], reads[1], sinks_visible, sink_q)
     return window.attend(x, mixed)
 
 
@@ -169,6 +178,8 @@ class CausalWindow(NamedTuple):
         sink_k: keys of the sinks, ``[B, H, M or 1, S, Dk]``.
         sink_v: values of the sinks, ``[B, H, M or 1, S, V]``.
         sinks_visible: ``[B, M, C, S]`` bool, True for sinks that a query attends to.
+        sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for the queries
+            of the block.
     """
 
     k: Tensor
@@ -177,6 +188,7 @@ class CausalWindow(NamedTuple):
     sink_k: Tensor
     sink_v: Tensor
     sinks_visible: Tensor
+    sink_q: Tensor | None
 
     def attend(self, x: InBlocks, mixed: Tensor) -> Tensor:
         """Compute the outputs of all queries, ``[B, H, M, C, V]``.
@@ -192,11 +204,11 @@ class CausalWindow(NamedTuple):
             NearTokens(x.k, x.v, x.visible[:, None, :, None] & until_query),
         ]
         if self.sink_k.shape[-2]:
-            near.append(NearTokens(self.sink_k, self.sink_v, self.sinks_visible[:, None]))
+            near.append(NearTokens(self.sink_k, self.sink_v, self.sinks_visible[:, None], self.sink_q))
         return combine(x.q, near, read_mixed(x.f, mixed, x.far))
 
 
-def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> Tensor:
+def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None, sink_q: Tensor | None) -> Tensor:
     """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
 
     Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has softmax weights for
@@ -207,8 +219,31 @@ def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None) -> T
         f: features of the queries, ``[B, N, H, K]``.
         g: features of the keys, ``[B, N, H, K]``.
         far: logarithm of a factor on the weights of far tokens; None if it was not given.
+        sink_q: queries that read the sinks; None if they were not given.
     """
-    return nothing(problem, f, g, *([] if far is None else [far]))
+    return nothing(problem, f, g, *(x for x in (far, sink_q) if x is not None))
+
+
+def check_sink_queries(sink_q: Tensor | None, q: Tensor, causal: bool = True) -> None:
+    """Check the queries that read the sinks.
+
+    Args:
+        sink_q: queries that read the sinks; None if they were not given.
+        q: queries that read all other near tokens, ``[B, N, H, Dk]``.
+        causal: whether the attention is causal.
+
+    Raises:
+        ValueError: if the attention is not causal, or the queries differ from ``q`` in shape, dtype or device.
+    """
+    if sink_q is None:
+        return
+    if not causal:
+        raise ValueError("sink_q is for causal attention; leave it out or pass causal=True")
+    if (sink_q.shape, sink_q.dtype, sink_q.device) != (q.shape, q.dtype, q.device):
+        raise ValueError(
+            f"sink_q is {sink_q.dtype} {list(sink_q.shape)} on {sink_q.device}; it must be like q, {q.dtype} "
+            f"{list(q.shape)} on {q.device}"
+        )
 
 
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, repeat
 from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
-from mhla_kernels.windowed import CausalWindow, check_window, heads_last, nothing_far
+from mhla_kernels.windowed import CausalWindow, check_sink_queries, check_window, heads_last, nothing_far
 from mhla_kernels.windowed_blocks import InBlocks
 
 
@@ -97,6 +97,7 @@ def mhla_window_prefill(
     scale: float | None = None,
     lengths: Tensor | Sequence[int] | None = None,
     state: MHLAWindowState | None = None,
+    sink_q: Tensor | None = None,
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
@@ -118,6 +119,7 @@ def mhla_window_prefill(
             no padding.
         state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
             changed.
+        sink_q: queries that read the sinks, ``[B, N, H, Dk]``; None means q.
 
     Returns:
         Outputs ``[B, N, H, V]`` in the dtype of v, zero for padding, and the new state.
@@ -131,13 +133,14 @@ def mhla_window_prefill(
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q), sinks=sinks)
+    check_sink_queries(sink_q, q)
     kind = _kind_of(q_features, k, v, mixing, block_size, sinks)
     if state is None:
         state = _empty(problem, q_features, kind)
     state.check(kind, batch, q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, counts)
     if not any(counts):
-        return nothing_far(problem, q_features, k_features, far), state.select(range(batch))
+        return nothing_far(problem, q_features, k_features, far, sink_q), state.select(range(batch))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
@@ -185,7 +188,9 @@ def mhla_window_prefill(
         sums = finite_(add_to_first(sums, start.open))
         mixed = _mixed_after(start, sums, firsts, mixing)
         q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
-        near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible)
+        if sink_q is not None:
+            sink_q = in_blocks(sink_q.to(problem.accumulate), offsets, block_size) * scale
+        near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible, sink_q)
         placed = InBlocks(q_blocks * scale, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
         out = near.attend(placed, _with_totals(mixed, f.shape[-1]))
         after = _close(start, new_blocks, sink_tokens, sums, counts, firsts, mixing, writes)
@@ -206,6 +211,7 @@ def mhla_window_step(
     far: Tensor | None = None,
     scale: float | None = None,
     donate_state: bool = False,
+    sink_q: Tensor | None = None,
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
@@ -228,6 +234,7 @@ def mhla_window_step(
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         donate_state: whether the new state may reuse the memory of ``state``, which the caller must then no longer use.
+        sink_q: query that reads the sinks, ``[B, H, Dk]``; None means q.
 
     Returns:
         Outputs ``[B, H, V]`` in the dtype of v, and the new state.
@@ -237,6 +244,7 @@ def mhla_window_step(
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
+    check_sink_queries(sink_q, q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     q, k, v, f, g = (x[:, None] for x in (q, k, v, q_features, k_features))
     # a step with fewer tokens than sinks is fine, unlike a call without a state
@@ -278,9 +286,15 @@ def mhla_window_step(
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
         far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
         mixture = _with_totals(opened.mixture, f.shape[-1])
-        near = NearTokens(keys, values, visible)
+        near = [NearTokens(keys, values, visible)]
+        if sink_q is not None and sinks:
+            sink_query = (sink_q.to(problem.accumulate) * scale)[:, :, None]
+            near = [
+                NearTokens(keys[:, :, :sinks], values[:, :, :sinks], visible[..., :sinks], sink_query),
+                NearTokens(keys[:, :, sinks:], values[:, :, sinks:], visible[..., sinks:]),
+            ]
         far_tokens = read_mixed(f[:, :, None], mixture, far_weight[..., None, None])
-        out = combine((q * scale)[:, :, None], [near], far_tokens)[:, :, 0]
+        out = combine((q * scale)[:, :, None], near, far_tokens)[:, :, 0]
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -119,6 +119,37 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class DistanceLimit:
+    """Limit on the distance at which queries see the first tokens of a sequence, by rotary position embedding.
+
+    A model that was trained on texts of up to L tokens has never seen a token at a larger distance, and reads attention sinks
+    badly beyond it. Queries at positions from L on are therefore rotated back to position L - 1 when they read the sinks, as
+    StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache.
+
+    Attributes:
+        frequencies: function that returns the angle per token of each pair of features, ``[D' / 2]``, in radians. Features i
+            and i + D' / 2 are a pair; features from D' on are not rotated.
+        tokens: the limit L, in tokens.
+    """
+
+    frequencies: Callable[[], Tensor]
+    tokens: int
+
+    def turn(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Rotate queries at positions beyond the limit back to its last position. Other queries do not change.
+
+        Args:
+            q: queries after rotary embedding, ``[B, N, H, D]``.
+            positions: their positions, ``[N]`` or ``[B, N]`` integers.
+        """
+        back = (self.tokens - 1 - positions).clamp(max=0)
+        angles = back.to(torch.float32)[..., None] * self.frequencies().to(q.device, torch.float32)
+        width = 2 * angles.shape[-1]
+        turned = Rotary(angles.cos(), angles.sin()).turn(q[..., :width])
+        return turned if width == q.shape[-1] else torch.cat([turned, q[..., width:]], -1)
+
+
+@dataclass(frozen=True)
 class SequenceRotary:
     """Source of a layer's rotary angles for sequences.
 
@@ -135,6 +166,11 @@ class SequenceRotary:
     def angles(self, positions: Tensor) -> Rotary:
         """Compute the rotary angles of tokens from their positions, ``[N]`` or ``[B, N]``."""
         return rotary_angles(positions, self.width, self.base)
+
+    def frequencies(self) -> Tensor:
+        """Return the angle per token of each pair of features, ``[width / 2]`` float32, in radians."""
+        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
+        return (self.base**-exponent).float()
 
     def of_tokens(
         self,

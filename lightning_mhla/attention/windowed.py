@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from mhla_kernels import MHLAWindowState, mhla_window_attention, mhla_window_prefill, mhla_window_step
+from mhla_kernels.blocks import is_dynamic
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -21,6 +22,7 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.mixing import DenseCoefficients
+from lightning_mhla.attention.positions import DistanceLimit, SequenceRotary, next_positions, sequence_positions
 
 
 class FarWeight(nn.Module):
@@ -109,6 +111,11 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         learned = self.features is not None
         start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
         self.far = FarWeight(heads, start + self.options.far_init)
+        self.sink_distance: DistanceLimit | None = None
+        """Limit on the distance at which sinks are seen: the tokens of the layout that the layer is built for. None without
+        rotary positions. A layer without projections gets it from the module that provides them."""
+        if isinstance(self.rotary, SequenceRotary) and self.projects:
+            self.sink_distance = DistanceLimit(self.rotary.frequencies, layout.num_tokens)
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         # dense coefficients had a row and a column for prefix tokens, which changed no output
@@ -122,6 +129,22 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     @override
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
         return inputs  # near tokens are read with fewer key heads than query heads
+
+    def _sink_queries(self, q: Tensor, inputs: AttentionInputs, lengths: Sequence[int] = ()) -> Tensor | None:
+        """Return the queries that read the sinks, ``[B, N, H, Dk]``; None if they are those that read all other tokens.
+
+        Args:
+            q: queries after rotary embedding, ``[B, N, H, Dk]``.
+            inputs: inputs of the attention.
+            lengths: number of previous tokens in each row; empty if there are none.
+        """
+        limit, start = self.sink_distance, max(lengths, default=0)
+        if limit is None or not self.options.sinks:
+            return None
+        if not is_dynamic(start + q.shape[1]) and start + q.shape[1] <= limit.tokens:
+            return None
+        positions = next_positions(lengths, q) if lengths else sequence_positions(q, inputs.cu_seqlens)
+        return limit.turn(q, positions)
 
     def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention.
@@ -148,7 +171,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         parts: dict[str, Any] = {**self._parts(inputs), "key_mask": inputs.key_mask}
         if self.causal:
-            return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens)
+            sink_q = self._sink_queries(parts["q"], inputs)
+            return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens, sink_q=sink_q)
         mixing, blocks = self.coefficients(inputs.q, inputs.placement)
         layout = self.layout if inputs.placement is None else inputs.placement.layout
         if len(layout.grid) > 1 or layout.prefix_tokens:
@@ -169,8 +193,9 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         self, inputs: AttentionInputs, state: MHLAWindowState | None, counts: Sequence[int]
     ) -> tuple[Tensor, MHLAWindowState]:
         parts = self._parts(inputs)
+        parts["sink_q"] = self._sink_queries(parts["q"], inputs, () if state is None else state.lengths)
         if state is not None and inputs.q.shape[1] == 1 and all(counts):
-            token = {name: x[:, 0] for name, x in parts.items()}
+            token: dict[str, Any] = {name: None if x is None else x[:, 0] for name, x in parts.items()}
             out, state = mhla_window_step(**token, **self._blocks(), state=state, donate_state=True)
             return out[:, None], state
         return mhla_window_prefill(**parts, **self._blocks(), lengths=counts, state=state)

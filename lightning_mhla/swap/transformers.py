@@ -30,7 +30,8 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout
+from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, WindowedMHLA
+from lightning_mhla.attention.positions import DistanceLimit
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 from lightning_mhla.swap.transformers_cross import TransformersCross
 
@@ -139,6 +140,8 @@ class TransformersHost(HostLibrary):
         built = {index: _build(layer, configs[index], grid) for index, layer in layers.items()}
         for index, attention in built.items():
             install(layers[index], attention, grid)
+            if isinstance(attention, WindowedMHLA) and attention.causal:
+                attention.sink_distance = _sink_distance(model, layers[index])
         if grid is not None:
             assert patches is not None
             patches.register_forward_hook(grid)
@@ -165,6 +168,24 @@ class TransformersHost(HostLibrary):
         from lightning_mhla.swap.transformers_masks import own_keys
 
         return own_keys(options.get("attention_mask"), x)
+
+
+def _sink_distance(model: Any, layer: Any) -> DistanceLimit | None:
+    """Return the limit on the distance at which sinks are seen: the context that the language model was trained with.
+
+    Args:
+        model: language model.
+        layer: one of its attention modules without a sliding window.
+
+    Returns:
+        The limit; None if the model has no rotary embedding.
+    """
+    for module in model.modules():
+        for name in ("full_attention_inv_freq", "inv_freq"):  # Gemma3 has one for each type of layers
+            if hasattr(module, name):
+                # read in each call: models with a dynamic embedding change the frequencies, and loading does
+                return DistanceLimit(partial(getattr, module, name), layer.config.max_position_embeddings)
+    return None
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -69,7 +69,15 @@ def mixings(heads: int = 4, dtype: torch.dtype = torch.float64) -> dict[str, Mix
 
 
 def by_pairs(
-    q: Tensor, k: Tensor, v: Tensor, f: Tensor, g: Tensor, far: Tensor, matrix: Tensor, sinks: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    g: Tensor,
+    far: Tensor,
+    matrix: Tensor,
+    sinks: int = 0,
+    sink_q: Tensor | None = None,
 ) -> Tensor:
     """Compute the definition with a weight for each pair of tokens, by logarithms, so that no score overflows."""
     heads, tokens = q.shape[2], q.shape[1]
@@ -77,6 +85,9 @@ def by_pairs(
     position = torch.arange(tokens)
     block = position // SIZE
     near = torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5
+    if sink_q is not None:
+        of_sinks = torch.einsum("bthd,bjhd->bhtj", sink_q, k) * q.shape[-1] ** -0.5
+        near = torch.where(position < sinks, of_sinks, near)
     m = matrix[..., (block - 1).clamp(min=0)[:, None], block[None]]
     distant = far.transpose(1, 2)[..., None] + (m * torch.einsum("bthd,bjhd->bhtj", f, g)).log()
     logs = torch.where((block[None] >= block[:, None] - 1) | (position[None] < sinks), near, distant)
@@ -230,8 +241,78 @@ def test_hidden_tokens_are_not_seen(sinks: int) -> None:
     torch.testing.assert_close(out[mask], exact[mask], rtol=1e-9, atol=1e-9)
 
 
-def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any], sinks: int = 0) -> tuple[Tensor, MHLAWindowState]:
+def sink_queries(q: Tensor) -> Tensor:
+    """Draw other queries of the shape of ``q``, for the sinks."""
+    return torch.randn(q.shape, dtype=q.dtype, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("tokens", [3, 4, 8, 23])
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+def test_sinks_are_read_by_queries_of_their_own(kind: str, tokens: int, sinks: int) -> None:
+    mixing, inputs = mixings()[kind], tensors(tokens)
+    own = sink_queries(inputs[0])
+    learned = [x.requires_grad_() for x in (*inputs, own)]
+    out = mhla_window_attention(*inputs[:5], mixing, block_size=SIZE, sinks=sinks, far=inputs[5], sink_q=own)
+    exact = by_pairs(*inputs, matrix_of(mixing), sinks, own)
+    torch.testing.assert_close(out, exact, rtol=1e-10, atol=1e-10)
+    weight = torch.randn_like(out)
+    options: dict[str, Any] = {"materialize_grads": True}
+    gradients = [torch.autograd.grad((x * weight).sum(), learned, **options) for x in (out, exact)]
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_second_derivatives_with_queries_for_the_sinks(sinks: int) -> None:
+    mixing, inputs = mixings()["dense"], tensors(11, batch=1, heads=2, groups=1)
+    own = sink_queries(inputs[0])
+
+    def attend(q: Tensor, own: Tensor, k: Tensor) -> Tensor:
+        rest = (k, *inputs[2:5])
+        return mhla_window_attention(q, *rest, mixing, block_size=SIZE, sinks=sinks, far=inputs[5], sink_q=own)
+
+    learned = tuple(x.requires_grad_() for x in (inputs[0], own, inputs[1]))
+    assert torch.autograd.gradgradcheck(attend, learned, atol=1e-6)
+
+
+def test_queries_for_the_sinks_of_packed_and_hidden_tokens() -> None:
+    mixing, inputs = mixings()["dense"], tensors(31, batch=1)
+    own, bounds = sink_queries(inputs[0]), [0, 9, 10, 31]
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": 3, "far": inputs[5], "sink_q": own}
+    out = mhla_window_attention(*inputs[:5], mixing, **options, cu_seqlens=bounds)
+    for first, last in pairwise(bounds):
+        part, part_own = [x[:, first:last] for x in inputs], own[:, first:last]
+        exact = by_pairs(*part, matrix_of(mixing), 3, part_own)
+        torch.testing.assert_close(out[:, first:last], exact, rtol=1e-9, atol=1e-9)
+    mask = torch.arange(31)[None] < 20
+    spoiled = {**options, "sink_q": own.masked_fill(~mask[..., None, None], torch.nan).requires_grad_()}
+    hidden = mhla_window_attention(*inputs[:5], mixing, **spoiled, key_mask=mask)
+    exact = by_pairs(*(x[:, :20] for x in inputs), matrix_of(mixing), 3, own[:, :20])
+    torch.testing.assert_close(hidden[:, :20], exact, rtol=1e-9, atol=1e-9)
+    assert torch.autograd.grad(hidden.sum(), spoiled["sink_q"])[0].isfinite().all()
+
+
+def test_queries_for_the_sinks_with_very_large_numbers() -> None:
+    """Flash attention cannot compute these rows; the others stay as they are, to the last bit."""
+    mixing, inputs = mixings(dtype=torch.float32)["dense"], [x.float() for x in tensors(23)]
+    own = sink_queries(inputs[0])
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": 2, "far": inputs[5]}
+    usual = mhla_window_attention(*inputs[:5], mixing, **options, sink_q=own)
+    large = own.clone()
+    large[:, 20] *= 1e30
+    out = mhla_window_attention(*inputs[:5], mixing, **options, sink_q=large)
+    others = torch.arange(23) != 20
+    assert torch.equal(out[:, others], usual[:, others])
+    exact = by_pairs(*(x.double() for x in inputs), mixing.double(), 2, large.double())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-3, atol=1e-4)
+
+
+def run(
+    inputs: list[Tensor], mixing: MixingLike, cuts: list[Any], sinks: int = 0, own: Tensor | None = None
+) -> tuple[Tensor, MHLAWindowState]:
     """Compute outputs ``[B, N, H, V]`` of a sequence that is read in parts, each a number of tokens or a list of them."""
+    inputs = inputs if own is None else [*inputs, own]
     batch = len(inputs[0])
     done, state, outs = [0] * batch, None, [[] for _ in range(batch)]
     options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks}
@@ -243,10 +324,12 @@ def run(inputs: list[Tensor], mixing: MixingLike, cuts: list[Any], sinks: int = 
             for x, whole in zip(part, inputs, strict=True):
                 x[row, :count] = whole[row, done[row] : done[row] + count]
         if state is not None and counts == [1] * batch:
+            options["sink_q"] = None if own is None else part[6][:, 0]
             step, state = mhla_window_step(*(x[:, 0] for x in part[:5]), mixing, state, far=part[5][:, 0], **options)
             out = step[:, None]
         else:
             part[5] = part[5].nan_to_num()
+            options["sink_q"] = None if own is None else part[6]
             out, state = mhla_window_prefill(*part[:5], mixing, far=part[5], lengths=counts, state=state, **options)
         for row, count in enumerate(counts):
             outs[row].append(out[row, :count])
@@ -282,6 +365,15 @@ def test_a_sequence_may_be_cut_anywhere(kind: str, cuts: list[Any], sinks: int) 
         if name == "finished":  # with room for more, perhaps
             kept, tensor = (x[:, :, : min(kept.shape[2], tensor.shape[2])] for x in (kept, tensor))
         torch.testing.assert_close(kept, tensor, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=str)
+@pytest.mark.parametrize("sinks", [0, 1, 4])
+def test_queries_for_the_sinks_of_a_sequence_in_parts(cuts: list[Any], sinks: int) -> None:
+    inputs, mixing = tensors(23), mixings()["exponential"]
+    own = sink_queries(inputs[0])
+    out, _ = run(inputs, mixing, cuts, sinks, own)
+    torch.testing.assert_close(out, by_pairs(*inputs, matrix_of(mixing), sinks, own), rtol=1e-9, atol=1e-9)
 
 
 def test_a_step_changes_the_old_state_only_if_it_may() -> None:
@@ -338,6 +430,9 @@ def test_nothing_to_attend_to() -> None:
             "the first block has 2 tokens",
         ),
         ({"cu_seqlens": (0, 9), "causal": False}, "cu_seqlens"),
+        ({"sink_q": torch.ones(2, 9, 4, 6), "causal": False}, "sink_q is for causal attention"),
+        ({"sink_q": torch.ones(2, 8, 4, 6)}, r"sink_q is torch.float32 \[2, 8, 4, 6\] on cpu; it must be like q"),
+        ({"sink_q": torch.ones(2, 9, 4, 6, dtype=torch.float64)}, "sink_q is torch.float64"),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], words: str) -> None:

@@ -525,6 +525,25 @@ def test_a_window_as_long_as_the_sequence_is_softmax() -> None:
     torch.testing.assert_close(window(x), softmax(x), rtol=1e-5, atol=1e-6)
 
 
+def test_sinks_stay_at_the_distance_of_the_context() -> None:
+    """Beyond it, scores of sinks depend on what is near, not on the position; packed texts and steps agree."""
+    options = {"sinks": 2, "far_init": -math.inf}
+    config = AttentionConfig(kind="mhla_window", block_size=4, rotary=True, options=options, mixing="exponential")
+    layer = build_attention(config, 16, 2, BlockLayout((24,), block_size=4), causal=True)
+    x = torch.cat([torch.randn(1, 8, 16), torch.randn(1, 8, 16).repeat(1, 5, 1)], 1)
+    out = layer(x)
+    torch.testing.assert_close(out[:, 23::8], out[:, 23:24].expand(1, 4, 16), rtol=0, atol=1e-5)
+    torch.testing.assert_close(out[:, 40:], out[:, 32:40], rtol=0, atol=1e-5)
+    assert (out[:, 16:24] - out[:, 24:32]).abs().max() > 1e-4  # within the context, they are further away at each word
+    packed = layer(torch.cat([x[:, :30], x], 1), cu_seqlens=[0, 30, 78])
+    torch.testing.assert_close(packed, torch.cat([out[:, :30], out], 1))
+    state, parts = None, []
+    for part in x.split([21, 3, 1, 1, 1, 21], 1):
+        y, state = layer.next_tokens(part, state, [part.shape[1]])
+        parts.append(y)
+    torch.testing.assert_close(torch.cat(parts, 1), out, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("prefix", [0, 3])
 def test_a_window_over_a_whole_image_is_softmax_and_a_narrow_one_is_not(prefix: int) -> None:
     layout, narrow = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -565,3 +566,39 @@ def test_every_family_generates_from_its_state_and_is_loaded_again(
     model.save_pretrained(tmp_path)
     again = load_swapped(tmp_path).eval()
     assert torch.equal(again.generate(x, attention_mask=torch.ones_like(x), **options), text)
+
+
+@pytest.mark.parametrize("family", sorted(set(DECODERS) - {"GPT2"}))
+def test_sinks_stay_at_the_distance_that_the_model_was_trained_with(family: str, tmp_path: Path) -> None:
+    """A text of repeated words: beyond the context, the same words near by and the same sinks give the same scores."""
+    alone = replace(WINDOW, options={"sinks": 3, "far_init": -math.inf})
+    size = {"max_position_embeddings": 24, "num_hidden_layers": 1}
+    if "layer_types" in OTHER.get(family, {}):
+        size["layer_types"] = ["full_attention"]
+    model = swapped(tiny(family, **size), alone)
+    x = torch.cat([tokens(2, 8), tokens(2, 16)[:, 8:].repeat(1, 5)], 1)
+    with torch.no_grad():
+        scores = model(x).logits
+        torch.testing.assert_close(scores[:, 23::8], scores[:, 23:24].expand_as(scores[:, 23::8]), rtol=0, atol=2e-5)
+        torch.testing.assert_close(scores[:, -8:], scores[:, -16:-8], rtol=0, atol=2e-5)
+        cache = DynamicCache(config=model.config)
+        parts = [model(part, past_key_values=cache).logits for part in (x[:, :21], x[:, 21:30])]
+        steps = [model(x[:, [i]], past_key_values=cache).logits for i in range(30, 48)]
+        torch.testing.assert_close(torch.cat([*parts, *steps], 1), scores, rtol=0, atol=2e-5)
+        padded = torch.cat([torch.zeros(2, 3, dtype=x.dtype), x], 1)
+        mask = (torch.arange(padded.shape[1]) >= 3).long().expand_as(padded)
+        positions = (torch.arange(padded.shape[1]) - 3).clamp(min=0).expand_as(padded)
+        shifted = model(padded, attention_mask=mask, position_ids=positions).logits[:, 3:]
+        torch.testing.assert_close(shifted, scores, rtol=0, atol=2e-5)
+        model.save_pretrained(tmp_path)
+        torch.testing.assert_close(load_swapped(tmp_path).eval()(x).logits, scores)
+        clone = copy.deepcopy(model)
+        for layer in swapped_layers(model).values():
+            layer.sink_distance = None
+        assert (model(x).logits[:, -8:] - scores[:, -8:]).abs().max() > 1e-3
+        torch.testing.assert_close(clone(x).logits, scores)
+
+
+def test_a_model_without_rotary_positions_has_no_limit() -> None:
+    layers = swapped_layers(swapped(tiny("GPT2"), replace(WINDOW, options={"sinks": 3})))
+    assert all(layer.sink_distance is None for layer in layers.values())
