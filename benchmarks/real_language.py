@@ -37,29 +37,31 @@ from lightning_mhla.system.files import write_whole
 WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "exponential", "feature_map": "learned"}
 """Window of 128 to 256 tokens, and MHLA before it."""
 
+FAR: dict[str, Any] = {"sinks": 4, "far_init": -4.0, "feature_positions": 1}
+"""Options of the rows with MHLA for far tokens, whose features do not depend on positions."""
+
+NOT_FAR: dict[str, Any] = {"sinks": 4, "far_init": -math.inf}
+"""Options of the rows that read near tokens only."""
+
 ROWS: dict[str, dict[str, Any] | None] = {
     "softmax": None,
-    "mhla_window": {**WINDOW, "options": {"sinks": 4, "far_init": -4.0}},
-    "window": {**WINDOW, "options": {"sinks": 4, "far_init": -math.inf}},
-    "window without sinks": {**WINDOW, "options": {"sinks": 0, "far_init": -math.inf}},
-    "mhla_window 512": {**WINDOW, "block_size": 512, "options": {"sinks": 4, "far_init": -4.0}},
-    "mhla_window 256": {**WINDOW, "block_size": 256, "options": {"sinks": 4, "far_init": -4.0}},
-    "mhla_window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -4.0}},
-    "window 64": {**WINDOW, "block_size": 64, "options": {"sinks": 4, "far_init": -math.inf}},
-    "mhla_window 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -4.0}},
-    "window 32": {**WINDOW, "block_size": 32, "options": {"sinks": 4, "far_init": -math.inf}},
-    "mhla_window frozen": {**WINDOW, "mixing_trainable": False, "options": {"sinks": 4, "far_init": -4.0}},
+    "mhla_window": {**WINDOW, "options": FAR},
+    "mhla_window positions": {**WINDOW, "options": {**FAR, "feature_positions": None}},
+    "window": {**WINDOW, "options": NOT_FAR},
+    "window without sinks": {**WINDOW, "options": {**NOT_FAR, "sinks": 0}},
+    "mhla_window 256": {**WINDOW, "block_size": 256, "options": FAR},
+    "mhla_window 64": {**WINDOW, "block_size": 64, "options": FAR},
+    "window 64": {**WINDOW, "block_size": 64, "options": NOT_FAR},
+    "mhla_window 32": {**WINDOW, "block_size": 32, "options": FAR},
+    "window 32": {**WINDOW, "block_size": 32, "options": NOT_FAR},
+    "mhla_window frozen": {**WINDOW, "mixing_trainable": False, "options": FAR},
     "mhla_window uniform": {
-        **WINDOW,
-        "mixing": "dense",
-        "mixing_init": "uniform",
-        "mixing_trainable": False,
-        "options": {"sinks": 4, "far_init": -4.0},
+        **WINDOW, "mixing": "dense", "mixing_init": "uniform", "mixing_trainable": False, "options": FAR,
     },
-    "mhla_window dense": {**WINDOW, "mixing": "dense", "options": {"sinks": 4, "far_init": -4.0}},
+    "mhla_window dense": {**WINDOW, "mixing": "dense", "options": FAR},
     "mhla": {**WINDOW, "kind": "mhla"},
     "linear": {"kind": "linear", "feature_map": "learned"},
-}
+}  # fmt: skip
 """Options of the new attention by row; None for the original one. A number is the block size, if it is not 128."""
 
 CONTEXT = 1024

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from mhla_kernels import rotary_features
+from mhla_kernels.blocks import is_dynamic
 from torch import Tensor
 from typing_extensions import override
 
@@ -119,34 +120,44 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class DistanceLimit:
-    """Limit on the distance at which queries see the first tokens of a sequence, by rotary position embedding.
+class PositionLimit:
+    """Limit on the positions in rotary position embedding: queries and keys at later ones are rotated back to the last one.
 
-    A model that was trained on texts of up to L tokens has never seen a token at a larger distance, and reads attention sinks
-    badly beyond it. Queries at positions from L on are therefore rotated back to position L - 1 when they read the sinks, as
-    StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache.
+    A model that was trained on texts of up to L tokens has never seen a query or key at a later position, or a token at a
+    larger distance. StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache for the same reason.
 
     Attributes:
         frequencies: function that returns the angle per token of each pair of features, ``[D' / 2]``, in radians. Features i
             and i + D' / 2 are a pair; features from D' on are not rotated.
-        tokens: the limit L, in tokens.
+        tokens: the limit L, in tokens. The last position is L - 1.
     """
 
     frequencies: Callable[[], Tensor]
     tokens: int
 
-    def turn(self, q: Tensor, positions: Tensor) -> Tensor:
-        """Rotate queries at positions beyond the limit back to its last position. Other queries do not change.
+    def apply(
+        self, *tensors: Tensor, lengths: Sequence[int] = (), cu_seqlens: Tensor | Sequence[int] | None = None
+    ) -> tuple[Tensor, ...]:
+        """Rotate queries or keys at positions beyond the limit back to its last position. Others do not change.
 
         Args:
-            q: queries after rotary embedding, ``[B, N, H, D]``.
-            positions: their positions, ``[N]`` or ``[B, N]`` integers.
+            tensors: queries or keys after rotary embedding, ``[B, N, H, D]`` each.
+            lengths: number of previous tokens in each row; empty if there are none.
+            cu_seqlens: index of the first token of each sequence packed into a row, followed by N; None for one sequence in
+                each row.
+
+        Returns:
+            The tensors, rotated; the same tensors if no token is beyond the limit.
         """
+        end = max(lengths, default=0) + tensors[0].shape[1]
+        if not is_dynamic(end) and end <= self.tokens:
+            return tensors
+        x = tensors[0]
+        positions = next_positions(lengths, x) if lengths else sequence_positions(x, cu_seqlens)
         back = (self.tokens - 1 - positions).clamp(max=0)
-        angles = back.to(torch.float32)[..., None] * self.frequencies().to(q.device, torch.float32)
-        width = 2 * angles.shape[-1]
-        turned = Rotary(angles.cos(), angles.sin()).turn(q[..., :width])
-        return turned if width == q.shape[-1] else torch.cat([turned, q[..., width:]], -1)
+        angles = back.to(torch.float32)[..., None] * self.frequencies().to(x.device, torch.float32)
+        rotary, width = Rotary(angles.cos(), angles.sin()), 2 * angles.shape[-1]
+        return tuple(torch.cat([rotary.turn(x[..., :width]), x[..., width:]], -1) for x in tensors)
 
 
 @dataclass(frozen=True)

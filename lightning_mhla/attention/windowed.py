@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from mhla_kernels import MHLAWindowState, mhla_window_attention, mhla_window_prefill, mhla_window_step
-from mhla_kernels.blocks import is_dynamic
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -22,7 +21,7 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mhla import MHLA
 from lightning_mhla.attention.mixing import DenseCoefficients
-from lightning_mhla.attention.positions import DistanceLimit, SequenceRotary, next_positions, sequence_positions
+from lightning_mhla.attention.positions import PositionLimit, SequenceRotary
 
 
 class FarWeight(nn.Module):
@@ -56,15 +55,23 @@ class WindowOptions:
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
             StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
             such as a class token, are always sinks.
+        feature_positions: number of positions that features for far tokens distinguish by rotary embedding; tokens at later
+            positions get the features of the last of these positions. Features that were trained on texts of a certain length
+            are wrong at positions beyond it, unlike those of at most so many positions. None for all positions. Only for
+            causal attention.
 
     Raises:
-        ValueError: if ``sinks`` is negative, or ``far_init`` is NaN or positive infinity.
+        ValueError: if ``sinks`` is negative, ``feature_positions`` is not positive, or ``far_init`` is NaN or positive
+            infinity.
     """
 
     far_init: float = 0.0
     sinks: int = 0
+    feature_positions: int | None = None
 
     def __post_init__(self) -> None:
+        if self.feature_positions is not None and self.feature_positions < 1:
+            raise ValueError(f"feature_positions={self.feature_positions} must be positive, or null for all positions")
         if self.sinks < 0:
             raise ValueError(f"sinks={self.sinks} must not be negative")
         if not self.far_init < math.inf:
@@ -111,11 +118,13 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         learned = self.features is not None
         start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
         self.far = FarWeight(heads, start + self.options.far_init)
-        self.sink_distance: DistanceLimit | None = None
-        """Limit on the distance at which sinks are seen: the tokens of the layout that the layer is built for. None without
-        rotary positions. A layer without projections gets it from the module that provides them."""
+        self.context: PositionLimit | None = None
+        """Positions at which tokens see the sinks: those of the layout that the layer is built for. None without rotary
+        positions. A layer without projections gets them from the module that provides the projections."""
         if isinstance(self.rotary, SequenceRotary) and self.projects:
-            self.sink_distance = DistanceLimit(self.rotary.frequencies, layout.num_tokens)
+            self.context = PositionLimit(self.rotary.frequencies, layout.num_tokens)
+        if self.options.feature_positions and not self.causal:
+            raise ValueError("options.feature_positions is for causal attention; leave it out")
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         # dense coefficients had a row and a column for prefix tokens, which changed no output
@@ -130,39 +139,36 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
         return inputs  # near tokens are read with fewer key heads than query heads
 
-    def _sink_queries(self, q: Tensor, inputs: AttentionInputs, lengths: Sequence[int] = ()) -> Tensor | None:
-        """Return the queries that read the sinks, ``[B, N, H, Dk]``; None if they are those that read all other tokens.
-
-        Args:
-            q: queries after rotary embedding, ``[B, N, H, Dk]``.
-            inputs: inputs of the attention.
-            lengths: number of previous tokens in each row; empty if there are none.
-        """
-        limit, start = self.sink_distance, max(lengths, default=0)
-        if limit is None or not self.options.sinks:
-            return None
-        if not is_dynamic(start + q.shape[1]) and start + q.shape[1] <= limit.tokens:
-            return None
-        positions = next_positions(lengths, q) if lengths else sequence_positions(q, inputs.cu_seqlens)
-        return limit.turn(q, positions)
-
-    def _parts(self, inputs: AttentionInputs) -> dict[str, Any]:
+    def _parts(self, inputs: AttentionInputs, lengths: Sequence[int] = ()) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention.
 
         They are the queries, keys and values, the features of queries and keys for far tokens (those outside the softmax
-        window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
+        window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens. In causal
+        attention, they also include the queries that read the sinks, if some tokens are beyond the context.
+
+        Args:
+            inputs: inputs of the attention.
+            lengths: number of previous tokens in each row; empty if there are none.
         """
         q, k = inputs.turned
-        every = k.repeat_interleave(self.heads // k.shape[2], 2)
+        parts: dict[str, Any] = {"q": q, "k": k, "v": inputs.v}
+        far_q, far_k = q, k
+        if self.causal and self.context is not None:
+            new: dict[str, Any] = {"lengths": lengths, "cu_seqlens": inputs.cu_seqlens}
+            if self.options.sinks and (sink_q := self.context.apply(q, **new)[0]) is not q:
+                parts["sink_q"] = sink_q
+            if (tokens := self.options.feature_positions) is not None:
+                far_q, far_k = replace(self.context, tokens=tokens).apply(q, k, **new)
+        far_k = far_k.repeat_interleave(self.heads // k.shape[2], 2)
         far = self.far.weight.float().expand(q.shape[:3])
         if self.features is not None:
-            f, largest, g = self.features(q, every)
+            f, largest, g = self.features(far_q, far_k)
             far = far + largest
         else:
-            f, g, remaining_map = apply_features(q, every, self.config.feature_map)
+            f, g, remaining_map = apply_features(far_q, far_k, self.config.feature_map)
             if remaining_map == "relu":
                 f, g = F.relu(f), F.relu(g)
-        return {"q": q, "k": k, "v": inputs.v, "q_features": f, "k_features": g, "far": far}
+        return {**parts, "q_features": f, "k_features": g, "far": far}
 
     def _blocks(self) -> dict[str, Any]:
         return {"mixing": self.mixing(), "block_size": self.blocks["block_size"], "sinks": self.options.sinks}
@@ -171,8 +177,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         parts: dict[str, Any] = {**self._parts(inputs), "key_mask": inputs.key_mask}
         if self.causal:
-            sink_q = self._sink_queries(parts["q"], inputs)
-            return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens, sink_q=sink_q)
+            return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens)
         mixing, blocks = self.coefficients(inputs.q, inputs.placement)
         layout = self.layout if inputs.placement is None else inputs.placement.layout
         if len(layout.grid) > 1 or layout.prefix_tokens:
@@ -192,10 +197,9 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def continue_from(
         self, inputs: AttentionInputs, state: MHLAWindowState | None, counts: Sequence[int]
     ) -> tuple[Tensor, MHLAWindowState]:
-        parts = self._parts(inputs)
-        parts["sink_q"] = self._sink_queries(parts["q"], inputs, () if state is None else state.lengths)
+        parts = self._parts(inputs, () if state is None else state.lengths)
         if state is not None and inputs.q.shape[1] == 1 and all(counts):
-            token: dict[str, Any] = {name: None if x is None else x[:, 0] for name, x in parts.items()}
+            token = {name: x[:, 0] for name, x in parts.items()}
             out, state = mhla_window_step(**token, **self._blocks(), state=state, donate_state=True)
             return out[:, None], state
         return mhla_window_prefill(**parts, **self._blocks(), lengths=counts, state=state)

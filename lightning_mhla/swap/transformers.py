@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, WindowedMHLA
-from lightning_mhla.attention.positions import DistanceLimit
+from lightning_mhla.attention.positions import PositionLimit
 from lightning_mhla.swap.host import HostLibrary, TokenGrid, blocks_along, build_beside, check_prefix, refuse_float16
 from lightning_mhla.swap.transformers_cross import TransformersCross
 
@@ -141,7 +141,7 @@ class TransformersHost(HostLibrary):
         for index, attention in built.items():
             install(layers[index], attention, grid)
             if isinstance(attention, WindowedMHLA) and attention.causal:
-                attention.sink_distance = _sink_distance(model, layers[index])
+                attention.context = _context(model, layers[index])
         if grid is not None:
             assert patches is not None
             patches.register_forward_hook(grid)
@@ -170,21 +170,21 @@ class TransformersHost(HostLibrary):
         return own_keys(options.get("attention_mask"), x)
 
 
-def _sink_distance(model: Any, layer: Any) -> DistanceLimit | None:
-    """Return the limit on the distance at which sinks are seen: the context that the language model was trained with.
+def _context(model: Any, layer: Any) -> PositionLimit | None:
+    """Return the positions that a language model was trained with.
 
     Args:
         model: language model.
         layer: one of its attention modules without a sliding window.
 
     Returns:
-        The limit; None if the model has no rotary embedding.
+        The limit on positions; None if the model has no rotary embedding.
     """
     for module in model.modules():
         for name in ("full_attention_inv_freq", "inv_freq"):  # Gemma3 has one for each type of layers
             if hasattr(module, name):
                 # read in each call: models with a dynamic embedding change the frequencies, and loading does
-                return DistanceLimit(partial(getattr, module, name), layer.config.max_position_embeddings)
+                return PositionLimit(partial(getattr, module, name), layer.config.max_position_embeddings)
     return None
 
 

@@ -31,7 +31,7 @@ from transformers import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightning_mhla import AttentionConfig, load_swapped, swap_attention
-from lightning_mhla.attention import MHLA
+from lightning_mhla.attention import MHLA, BlockLayout, build_attention
 from lightning_mhla.swap import original_attention, swapped_layers
 from lightning_mhla.swap.transformers import DECODERS
 
@@ -594,11 +594,44 @@ def test_sinks_stay_at_the_distance_that_the_model_was_trained_with(family: str,
         torch.testing.assert_close(load_swapped(tmp_path).eval()(x).logits, scores)
         clone = copy.deepcopy(model)
         for layer in swapped_layers(model).values():
-            layer.sink_distance = None
+            layer.context = None
         assert (model(x).logits[:, -8:] - scores[:, -8:]).abs().max() > 1e-3
         torch.testing.assert_close(clone(x).logits, scores)
 
 
 def test_a_model_without_rotary_positions_has_no_limit() -> None:
     layers = swapped_layers(swapped(tiny("GPT2"), replace(WINDOW, options={"sinks": 3})))
-    assert all(layer.sink_distance is None for layer in layers.values())
+    assert all(layer.context is None for layer in layers.values())
+
+
+@pytest.mark.parametrize("family", ["Llama", "Phi", "Gemma3", "GPTNeoX"])
+def test_features_of_one_position_ignore_the_order_of_far_tokens(family: str) -> None:
+    """Otherwise they depend on positions; a step, a piece and the whole text agree."""
+    size: dict[str, Any] = {"num_hidden_layers": 1}
+    if "layer_types" in OTHER.get(family, {}):
+        size["layer_types"] = ["full_attention"]
+    model = tiny(family, **size)
+    x = tokens(2, 48)
+    shuffled = torch.cat([x[:, :3], x[:, 3:40].flip(1), x[:, 40:]], 1)
+    differences = []
+    with torch.no_grad():
+        for positions in (1, None):
+            equal = replace(WINDOW, mixing="dense", mixing_init="uniform", mixing_trainable=False)
+            other = copy.deepcopy(model)
+            swap_attention(other, replace(equal, options={"sinks": 3, "feature_positions": positions}))
+            scores = other(x).logits
+            differences.append((other(shuffled).logits[:, -1] - scores[:, -1]).abs().max().item())
+            cache = DynamicCache(config=other.config)
+            parts = [other(part, past_key_values=cache).logits for part in (x[:, :21], x[:, 21:30])]
+            steps = [other(x[:, [i]], past_key_values=cache).logits for i in range(30, 48)]
+            torch.testing.assert_close(torch.cat([*parts, *steps], 1), scores, rtol=0, atol=2e-5)
+    assert differences[0] < 1e-5
+    assert differences[1] > 1e-4
+
+
+def test_features_of_limited_positions_are_for_causal_attention() -> None:
+    config = AttentionConfig(kind="mhla_window", block_size=4, options={"feature_positions": 8})
+    with pytest.raises(ValueError, match="feature_positions is for causal attention"):
+        build_attention(config, 16, 2, BlockLayout((16,), block_size=4))
+    with pytest.raises(ValueError, match="feature_positions=0 must be positive"):
+        AttentionConfig(kind="mhla_window", options={"feature_positions": 0})

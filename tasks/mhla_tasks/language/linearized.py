@@ -37,7 +37,7 @@ WINDOW = AttentionConfig(
     block_size=128,
     mixing="exponential",
     feature_map="learned",
-    options={"sinks": 4, "far_init": -4.0},
+    options={"sinks": 4, "far_init": -4.0, "feature_positions": 1},
 )
 """Default replacement of softmax attention. Sinks hold what models store in their first tokens. Features that are not trained
 yet are a bad approximation of far tokens, so these start with a low weight."""
