@@ -27,7 +27,7 @@ LANGUAGE = AttentionConfig(
     block_size=16,
     mixing="exponential",
     feature_map="learned",
-    options={"sinks": 4, "far_init": -4.0},
+    options={"sinks": 4, "far_init": -4.0, "feature_positions": 1},
 )
 TEXT = AttentionConfig(
     kind="mhla_window",

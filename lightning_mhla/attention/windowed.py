@@ -52,13 +52,12 @@ class WindowOptions:
     Args:
         far_init: number added to the logarithms of the factors on far tokens at the start of training. A negative number starts
             closer to attention to near tokens only, and ``-.inf`` stays there.
+        feature_positions: number of positions that features for far tokens distinguish by rotary embedding; tokens at later
+            positions get the features of the last of these positions. With 1, features ignore positions. None for all
+            positions; such features are wrong beyond the length of the texts that trained them. Only for causal attention.
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
             StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
             such as a class token, are always sinks.
-        feature_positions: number of positions that features for far tokens distinguish by rotary embedding; tokens at later
-            positions get the features of the last of these positions. Features that were trained on texts of a certain length
-            are wrong at positions beyond it, unlike those of at most so many positions. None for all positions. Only for
-            causal attention.
 
     Raises:
         ValueError: if ``sinks`` is negative, ``feature_positions`` is not positive, or ``far_init`` is NaN or positive
@@ -66,8 +65,8 @@ class WindowOptions:
     """
 
     far_init: float = 0.0
-    sinks: int = 0
     feature_positions: int | None = None
+    sinks: int = 0
 
     def __post_init__(self) -> None:
         if self.feature_positions is not None and self.feature_positions < 1:

@@ -101,9 +101,13 @@ def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
 @pytest.mark.parametrize(
     ("words", "kind", "expected"),
     [
-        ([], "mhla_window", {"sinks": 4, "far_init": -4.0}),
-        (["--model.attention.kind=mhla_window"], "mhla_window", {"sinks": 4, "far_init": -4.0}),
-        (["--model.attention.options.sinks=2"], "mhla_window", {"sinks": "2", "far_init": -4.0}),
+        ([], "mhla_window", {"sinks": 4, "far_init": -4.0, "feature_positions": 1}),
+        (["--model.attention.kind=mhla_window"], "mhla_window", {"sinks": 4, "far_init": -4.0, "feature_positions": 1}),
+        (
+            ["--model.attention.options.sinks=2"],
+            "mhla_window",
+            {"sinks": "2", "far_init": -4.0, "feature_positions": 1},
+        ),
         (["--model.attention.kind=mhla"], "mhla", None),
         (["--model.attention.options.conv=3", "--model.attention.kind=gated_conv"], "gated_conv", {"conv": "3"}),
         (["--model.attention={kind: gla, options: {direction: forward}}"], "gla", {"direction": "forward"}),
@@ -113,7 +117,11 @@ def test_a_different_class_keeps_what_both_take_in_the_same_way() -> None:
 def test_a_different_kind_of_attention_drops_the_options_of_the_former(
     tmp_path: Path, words: list[str], kind: str, expected: Any
 ) -> None:
-    window = {"kind": "mhla_window", "block_size": 32, "options": {"sinks": 4, "far_init": -4.0}}
+    window = {
+        "kind": "mhla_window",
+        "block_size": 32,
+        "options": {"sinks": 4, "far_init": -4.0, "feature_positions": 1},
+    }
     content = {"model": {"class_path": "mhla_tasks.language.LinearizedModel", "init_args": {"attention": window}}}
     attention = options("--config", write(tmp_path / "window.yaml", content), *words)["model"]["init_args"]["attention"]
     assert attention["kind"] == kind
@@ -124,8 +132,8 @@ def test_a_different_kind_of_attention_drops_the_options_of_the_former(
 @pytest.mark.parametrize(
     ("words", "kind", "expected"),
     [
-        ([], "mhla_window", {"sinks": 1, "far_init": -2.0}),
-        (["--model.attention.block_size=8"], "mhla_window", {"sinks": 1, "far_init": -2.0}),
+        ([], "mhla_window", {"sinks": 1, "far_init": -2.0, "feature_positions": None}),
+        (["--model.attention.block_size=8"], "mhla_window", {"sinks": 1, "far_init": -2.0, "feature_positions": None}),
         (["--model.attention.kind=mhla"], "mhla", None),
         (["--model.attention={kind: gla, options: {direction: forward}}"], "gla", {"direction": "forward"}),
     ],
