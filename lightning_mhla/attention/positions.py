@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from mhla_kernels import rotary_features
-from mhla_kernels.blocks import is_dynamic
+from mhla_kernels.blocks import is_dynamic, on_device
 from torch import Tensor
 from typing_extensions import override
 
@@ -149,11 +149,13 @@ class PositionLimit:
         Returns:
             The tensors, rotated; the same tensors if no token is beyond the limit.
         """
-        end = max(lengths, default=0) + tensors[0].shape[1]
-        if not is_dynamic(end) and end <= self.tokens:
-            return tensors
         x = tensors[0]
-        positions = next_positions(lengths, x) if lengths else sequence_positions(x, cu_seqlens)
+        ends = [length + x.shape[1] for length in lengths or (0,)]
+        if not any(is_dynamic(end) or end > self.tokens for end in ends):
+            return tensors
+        positions = sequence_positions(x, cu_seqlens)
+        if lengths:  # not by their largest, or as a set: a compiled step would be compiled again for each length
+            positions = positions + on_device(lengths, x.device)[:, None]
         back = (self.tokens - 1 - positions).clamp(max=0)
         angles = back.to(torch.float32)[..., None] * self.frequencies().to(x.device, torch.float32)
         rotary, width = Rotary(angles.cos(), angles.sin()), 2 * angles.shape[-1]

@@ -22,6 +22,9 @@ transformers = pytest.importorskip("transformers")
 WIDTHS = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 DENSE, SUM = AttentionConfig(block_size=8), AttentionConfig(block_size=8, mixing="exponential")
 GRID = AttentionConfig(block_grid=[2, 2])
+BEYOND = AttentionConfig(
+    kind="mhla_window", block_size=4, mixing="exponential", options={"sinks": 3, "feature_positions": 2}
+)
 LENGTHS = (23, 32, 17, 40)
 
 
@@ -32,7 +35,8 @@ def cold() -> None:
 
 
 def llama(attention: AttentionConfig = DENSE) -> Any:
-    config = transformers.LlamaConfig(vocab_size=99, num_key_value_heads=2, max_position_embeddings=64, **WIDTHS)
+    context = 15 if (attention.options or {}).get("feature_positions") else 64  # shorter than the texts, or longer
+    config = transformers.LlamaConfig(vocab_size=99, num_key_value_heads=2, max_position_embeddings=context, **WIDTHS)
     model = transformers.LlamaForCausalLM(config).eval()
     swap_attention(model, attention)
     return model
@@ -194,6 +198,7 @@ KINDS = {
     "exponential": SUM,
     "window": AttentionConfig(kind="mhla_window", block_size=8, mixing="exponential"),
     "window with sinks": AttentionConfig(kind="mhla_window", block_size=4, mixing="exponential", options={"sinks": 3}),
+    "window beyond its context": BEYOND,
     "linear": AttentionConfig(kind="linear"),
     "softmax": AttentionConfig(kind="softmax"),
 }
@@ -232,10 +237,11 @@ def test_inductor_at_three_lengths() -> None:
         torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("attention", [SUM, BEYOND], ids=["mhla", "window"])
 @pytest.mark.parametrize("padded", ["", "padded"])
-def test_a_compiled_prompt_is_continued(padded: str) -> None:
+def test_a_compiled_prompt_is_continued(padded: str, attention: AttentionConfig) -> None:
     """The state of a prompt that a graph read, in rows that other rows of the cache replace, is that of the plain model."""
-    model, given = llama(SUM), text(20, padded)
+    model, given = llama(attention), text(20, padded)
     mask = given.get("attention_mask", torch.ones(2, 20, dtype=torch.long))
     longer = {"attention_mask": torch.cat([mask, torch.ones(2, 1, dtype=torch.long)], 1)[[1, 0]]} if padded else {}
     token, outs = torch.randint(0, 99, (2, 1)), []
@@ -249,8 +255,9 @@ def test_a_compiled_prompt_is_continued(padded: str) -> None:
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
 
 
-def test_steps_of_generation_are_compiled() -> None:
-    model, ids = llama(SUM), torch.randint(0, 99, (2, 24))
+@pytest.mark.parametrize("attention", [SUM, BEYOND], ids=["mhla", "window"])
+def test_steps_of_generation_are_compiled(attention: AttentionConfig) -> None:
+    model, ids = llama(attention), torch.randint(0, 99, (2, 24))
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         cache = compiled(ids[:, :5]).past_key_values
