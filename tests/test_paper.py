@@ -367,17 +367,17 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`softmax`": "softmax-seed-0",
         "`mhla_window` in all layers, 4 sinks, blocks of 128": "mhla_window-seed-0",
         "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
-        "`mhla_window` in all layers, 4 sinks, blocks of 256": "mhla_window-256-seed-0",
         "`mhla_window` in all layers, equal coefficients, not trained": "mhla_window-uniform-seed-0",
         "the window and the sinks alone, in all layers": "window-seed-0",
         "the window and the sinks alone, blocks of 64": "window-64-seed-0",
-        "`mhla_window` in all layers, 4 sinks, blocks of 64": "mhla_window-64-seed-0",
         "`linear` in all layers, learned features": "linear-seed-0",
         "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
-        "`mhla_window` in all layers, longer": "mhla_window-seed-0-60-and-240-steps",
+        "`mhla_window` in all layers, features with positions": "mhla_window-positions-seed-0",
+        "`mhla_window` in all layers, features with positions, longer": "mhla_window-positions-seed-0-60-and-240-steps",
     }.items():
         row = json.loads((folder / f"{file}.json").read_text())
-        (line,) = (line for line in text.splitlines() if line.startswith(f"| {name} | "))
+        lines = text.split("**Long texts.**")[0].splitlines()
+        (line,) = (line for line in lines if line.startswith(f"| {name} | "))
         digits = 0 if "linear" in file else 2
         stages = [
             row["swapped"]["1024"],
@@ -387,3 +387,13 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         ]
         shown = ["" if values is None else f"{values[0]:,.{digits}f}" for values in stages]
         assert [cell.strip() for cell in line.split("|")[2:6]] == shown, name
+    for name, file in {
+        "`softmax`": "softmax-seed-0",
+        "`mhla_window` in all layers": "mhla_window-seed-0",
+        "the window and the sinks alone": "window-seed-0",
+        "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
+    }.items():
+        measured = json.loads((folder / f"{file}.json").read_text())["long"]
+        cells = [f"{measured['perplexity'][tokens][0]:.1f}" for tokens in ("8192", "16384", "32768")]
+        cells += [f"{measured['needle'][tokens]['numbers']:.0%}" for tokens in ("1024", "4096", "8192")]
+        assert f"| {name} | {' | '.join(cells)} |" in text, name

@@ -217,7 +217,8 @@ STUDIES = (
             "with the original's budget (0.9% ahead, within the spread). The state stays at 1.15 MiB, and a token "
             "takes 4 to 5 ms, while softmax grows to 127 MiB and 26 ms.\n\n"
             "**What they do not say.** They do not show what MHLA adds to the window, because no row has a window "
-            "alone. All texts are scored in pieces of 512 tokens, of which the window covers at most 64."
+            "alone; the last section of this page does. All texts are scored in pieces of 512 tokens, of which the "
+            "window covers at most 64."
         ),
         beside=True,
     ),
