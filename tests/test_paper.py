@@ -367,9 +367,11 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`softmax`": "softmax-seed-0",
         "`mhla_window` in all layers, 4 sinks, blocks of 128": "mhla_window-seed-0",
         "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
+        "`mhla_window` in all layers, 4 sinks, blocks of 256": "mhla_window-256-seed-0",
         "`mhla_window` in all layers, equal coefficients, not trained": "mhla_window-uniform-seed-0",
         "the window and the sinks alone, in all layers": "window-seed-0",
         "the window and the sinks alone, blocks of 64": "window-64-seed-0",
+        "`mhla_window` in all layers, 4 sinks, blocks of 64": "mhla_window-64-seed-0",
         "`linear` in all layers, learned features": "linear-seed-0",
         "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
         "`mhla_window` in all layers, features with positions": "mhla_window-positions-seed-0",
@@ -391,6 +393,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`softmax`": "softmax-seed-0",
         "`mhla_window` in all layers": "mhla_window-seed-0",
         "the window and the sinks alone": "window-seed-0",
+        "`mhla_window` in all layers, blocks of 256": "mhla_window-256-seed-0",
         "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
     }.items():
         measured = json.loads((folder / f"{file}.json").read_text())["long"]
