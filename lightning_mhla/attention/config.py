@@ -88,7 +88,7 @@ class AttentionConfig:
         output_norm: whether an RMSNorm is applied to the output of each head; null applies it only if normalize is off.
         options: options of the kind itself, by name. mhla_window has sinks (number of first tokens that every token attends to
             by softmax, default 0), feature_positions (number of positions that features for far tokens distinguish, default
-            None for all) and far_init (added to the initial logarithm of the weight of far tokens, default 0.0);
+            None), where None means all, and far_init (added to the initial logarithm of the weight of far tokens, default 0.0);
             retention, gla, gated_deltanet and mamba2 have direction (both, alternate,
             forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has decay_rank
             (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (width of a convolution over
