@@ -126,11 +126,10 @@ STUDIES = (
             "**What the figures say.** With MHLA for far tokens, the perplexity is 1.8% to 2.2% lower than with the "
             "window alone, at every width of the window, and 2.5% to 2.8% lower after token 1,024. Window 32 with MHLA is "
             "1.4% better than window 128 without. Coefficients that are frozen at their start, or equal, are as good as "
-            "learned ones. MHLA "
-            "without a window is 20% worse than softmax that is trained as much longer.\n\n"
+            "learned ones. MHLA without a window is 20% worse than softmax that is trained as much longer.\n\n"
             "**What they do not say.** One seed: they do not show differences below about 0.5%. The learning rate "
-            "starts again at its peak, so 120 steps make even softmax worse than the original (48.1, 47.3); rows with "
-            "MHLA being ahead of both does not show that MHLA is better than softmax."
+            "starts again at its peak, so 120 steps make even softmax worse than the original (48.1, 47.3). The "
+            "rows with MHLA are ahead of both, which therefore does not show that MHLA is better than softmax."
         ),
         beside=True,
     ),

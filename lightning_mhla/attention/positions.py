@@ -38,6 +38,11 @@ class Rotary(NamedTuple):
         return Rotary(self.cos.index_select(-2, order), self.sin.index_select(-2, order), self.interleaved)
 
 
+def rotary_frequencies(width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
+    """Return the angle per token of each pair i of the features of a head, ``base^(-2 i / width)``, ``[width / 2]`` float64."""
+    return base ** -(torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
+
+
 def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
     """Compute the rotary angles of tokens from their positions (RoFormer, arXiv 2104.09864, equation 15).
 
@@ -54,8 +59,7 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
     device = positions.device
     if device.type == "mps":  # has no float64, which far positions need
         positions = positions.cpu()
-    exponent = torch.arange(0, width, 2, device=positions.device, dtype=torch.float64) / width
-    angles = positions.double()[..., None] * base**-exponent
+    angles = positions.double()[..., None] * rotary_frequencies(width, base, positions.device)
     return Rotary(angles.cos().float().to(device), angles.sin().float().to(device))
 
 
@@ -157,7 +161,7 @@ class PositionLimit:
         if lengths:  # not by their largest, or as a set: a compiled step would be compiled again for each length
             positions = positions + on_device(lengths, x.device)[:, None]
         back = (self.tokens - 1 - positions).clamp(max=0)
-        angles = back.to(torch.float32)[..., None] * self.frequencies().to(x.device, torch.float32)
+        angles = back.to(torch.float32)[..., None] * self.frequencies().float().to(x.device)
         rotary, width = Rotary(angles.cos(), angles.sin()), 2 * angles.shape[-1]
         return tuple(torch.cat([rotary.turn(x[..., :width]), x[..., width:]], -1) for x in tensors)
 
@@ -181,9 +185,8 @@ class SequenceRotary:
         return rotary_angles(positions, self.width, self.base)
 
     def frequencies(self) -> Tensor:
-        """Return the angle per token of each pair of features, ``[width / 2]`` float32, in radians."""
-        exponent = torch.arange(0, self.width, 2, dtype=torch.float64, device="cpu") / self.width
-        return (self.base**-exponent).float()
+        """Return the angle per token of each pair of features, ``[width / 2]`` float64 on the CPU, in radians."""
+        return rotary_frequencies(self.width, self.base)
 
     def of_tokens(
         self,
