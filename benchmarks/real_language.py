@@ -4,12 +4,13 @@
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --out benchmarks/results
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --steps 60 240 --out benchmarks/results
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --seed 1 --long --out benchmarks/results
+    lightning bench real_language smollm2 --texts texts --rows mhla_window --lora 8 --distill 1 --out benchmarks/results
 
 Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
 documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
 original model, trained on the same batches. With ``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out
-documents, one after the other, and is asked for a number that stands in one sentence between them. Computed with one thread, in
-bfloat16 autocast.
+documents, one after the other, and is asked for a number that stands in one sentence between them. ``--lora``, ``--distill``,
+``--length`` and the learning rates vary the recipe. Computed with one thread, in bfloat16 autocast.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
+from lightning_mhla.swap.adapters import LoraOptions, choose_trained
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
 
@@ -65,7 +67,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
 """Options of the new attention by row; None for the original one. A number is the block size, if it is not 128."""
 
 CONTEXT = 1024
-"""Tokens of a training sample."""
+"""Tokens of a training sample, unless ``--length`` gives others for the second stage."""
 
 HELD_OUT = {1024: 8, 4096: 3}
 """Held-out documents by the number of tokens that are read of each."""
@@ -91,6 +93,15 @@ DRAWN, LARGEST_DRAWN = ("softmax", "mhla_window", "window", "linear"), 50.0
 STEPS = (24, 40)
 """Optimizer steps of the two stages: matching the layers, and training all weights."""
 
+RECIPE: dict[str, tuple[float, str]] = {
+    "match_lr": (0.03, "learning rate of the first stage"),
+    "tune_lr": (1e-4, "learning rate of the second stage, 10 times that for what was added"),
+    "length": (CONTEXT, "tokens of a sample of the second stage"),
+    "lora": (0, "rank of adapters to train in place of all weights in the second stage, 0 for all weights"),
+    "distill": (0.0, "weight of the divergence from the original's predictions in the second stage, 0 for none"),
+}
+"""Default and help of the options that vary the training."""
+
 LOWEST_LR = 0.05
 """Share of the peak learning rate at the end of the cosine schedule."""
 
@@ -103,12 +114,12 @@ def read_tokens(texts: Path, stage: str, tokenizer: Any) -> list[Tensor]:
     return [torch.tensor(tokenizer(document).input_ids) for document in documents]
 
 
-def batches(stream: Tensor, seed: int) -> Iterator[Tensor]:
-    """Yield random pieces of the training text, ``[1, CONTEXT + 1]``, the same for every row with the same seed."""
+def batches(stream: Tensor, seed: int, length: int = CONTEXT) -> Iterator[Tensor]:
+    """Yield random pieces of the training text, ``[1, length + 1]``, the same for every row with the same seed."""
     source = random.Random(seed)
     while True:
-        start = source.randrange(len(stream) - CONTEXT - 1)
-        yield stream[start : start + CONTEXT + 1][None]
+        start = source.randrange(len(stream) - length - 1)
+        yield stream[start : start + length + 1][None]
 
 
 def autocast() -> torch.autocast:
@@ -215,6 +226,7 @@ def run_row(
     model, data, config = load(options.source), batches(stream, options.seed), ROWS[name]
     short = {CONTEXT: held_out[CONTEXT]}
     row: dict[str, Any] = {"row": name, "seed": options.seed, "keep": options.keep}
+    row |= {name: getattr(options, name) for name in RECIPE if getattr(options, name) != RECIPE[name][0]}
     added: list[Tensor] = []
     if config is not None:
         swap_attention(model, AttentionConfig(**config))
@@ -239,13 +251,24 @@ def run_row(
     else:
         row["swapped"] = perplexities(model, short)
     new = {id(parameter) for parameter in added}
-    embedding = model.get_input_embeddings().weight.requires_grad_(False)
-    others = [parameter for parameter in model.parameters() if id(parameter) not in new and parameter is not embedding]
+    if options.lora:
+        choose_trained(model, "lora", LoraOptions(rank=options.lora, alpha=2 * options.lora))
+    model.get_input_embeddings().weight.requires_grad_(False)
+    others = [parameter for parameter in model.parameters() if id(parameter) not in new and parameter.requires_grad]
+    teacher = load(options.source) if options.distill else None
+    if options.length != CONTEXT:
+        data = batches(stream, options.seed, options.length)
 
     def text_loss(batch: Tensor) -> Tensor:
         with autocast():
             scores = model(batch[:, :-1], use_cache=False).logits[0].float()
-        return F.cross_entropy(scores, batch[0, 1:])
+        loss = F.cross_entropy(scores, batch[0, 1:])
+        if teacher is None:
+            return loss
+        with torch.no_grad(), autocast():
+            targets = teacher(batch[:, :-1], use_cache=False).logits[0].float().log_softmax(-1)
+        distance = F.kl_div(scores.log_softmax(-1), targets, log_target=True, reduction="batchmean")
+        return loss + options.distill * distance
 
     groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": 10 * options.tune_lr}]
     groups = [group for group in groups if group["params"]]
@@ -261,6 +284,9 @@ def run_row(
 def describe_row(name: str, options: argparse.Namespace) -> str:
     """Return the name of a row with its seed and the options that differ from their defaults."""
     label = f"{name}, seed {options.seed}" + (f", {options.keep:g} kept" if options.keep else "")
+    for option, (default, *_) in RECIPE.items():
+        if (value := getattr(options, option)) != default:
+            label += f", {option} {value:g}"
     return label if tuple(options.steps) == STEPS else f"{label}, {options.steps[0]} and {options.steps[1]} steps"
 
 
@@ -271,7 +297,13 @@ def draw(folder: Path, picture: Path) -> None:
     colors = {name: f"C{number}" for number, name in enumerate(DRAWN)}
     for row in sorted(rows, key=lambda row: row["tuned"]["4096"][0]):
         values, is_long = row["tuned"]["4096"][1:], row["tune"]["steps"] > STEPS[1]
-        if row["row"] in DRAWN and max(values) < LARGEST_DRAWN and not row["seed"] and row["tune"]["steps"]:
+        if (
+            row["row"] in DRAWN
+            and max(values) < LARGEST_DRAWN
+            and not row["seed"]
+            and row["tune"]["steps"]
+            and not RECIPE.keys() & row.keys()
+        ):
             label = row["row"] + (f", {row['keep']:.0%} of the layers softmax" if row["keep"] else "")
             style = {"color": colors[row["row"]], "linestyle": ":" if row["keep"] else "--" if is_long else "-"}
             label += f", {row['tune']['steps']} steps"
@@ -291,13 +323,8 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=tuple(ROWS), default=list(ROWS), help="rows to run (default: all)")
     parser.add_argument("--keep", type=float, default=0.0, help="share of the layers that keep softmax (default: 0)")
     parser.add_argument("--steps", type=int, nargs=2, default=STEPS, metavar="N", help="steps of the two stages")
-    parser.add_argument("--match_lr", type=float, default=0.03, help="learning rate of the first stage (default: 0.03)")
-    parser.add_argument(
-        "--tune_lr",
-        type=float,
-        default=1e-4,
-        help="learning rate of the second stage, 10 times that for what was added",
-    )
+    for name, (default, text) in RECIPE.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{text} (default: {default:g})")
     parser.add_argument("--long", action="store_true", help="also read 8,192 to 32,768 tokens, and find hidden numbers")
     parser.add_argument("--seed", type=int, default=0, help="seed of the batches and of new parameters (default: 0)")
     parser.add_argument("--out", type=Path, required=True, help="folder of the results")
