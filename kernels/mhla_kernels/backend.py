@@ -14,7 +14,7 @@ from torch import Tensor
 
 Form = Literal["auto", "parallel", "chunked", "spanning", "reference"]
 ChosenForm = Literal["parallel", "chunked", "spanning"]
-"""Forms that ``"auto"`` chooses from."""
+"""Attention algorithms that ``form="auto"`` chooses from."""
 Backend = Literal["auto", "torch", "triton"]
 FORMS, BACKENDS = get_args(Form), get_args(Backend)
 
@@ -22,16 +22,16 @@ INSTALLED = find_spec("triton") is not None
 """Whether triton is installed. It is imported by the first call that needs it."""
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether the kernels run in Triton's interpreter, on the CPU; for tests."""
+"""Whether the Triton kernels run in Triton's interpreter on the CPU, as in tests."""
 
 WIDEST = 256
 """Largest width of keys and values that the Triton kernels support."""
 
 LEAST_CAPABILITY = (8, 0)
-"""Compute capability that the kernels are built for: the first with bfloat16 matrix units."""
+"""Lowest compute capability that the Triton kernels support: the first with bfloat16 matrix units."""
 
 LEAST_TRITON = {9: (3, 9), 10: (3, 9)}
-"""Oldest version of Triton that ``"auto"`` trusts, by the first number of the compute capability.
+"""Oldest version of Triton that ``backend="auto"`` uses, by the major compute capability of the GPU.
 
 Older compilers can overlap two products that share an accumulator on datacenter Blackwell (triton-lang/triton #10821, fixed
 by #10988), and read shared memory or registers of Hopper's matrix products out of order (#9433, #11366)."""

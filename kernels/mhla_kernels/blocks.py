@@ -36,7 +36,7 @@ def is_real(device: torch.device) -> bool:
 
 
 MOST = 64
-"""Largest number of cached tables; tables that a CUDA graph reads do not count."""
+"""Largest number of index tables that :func:`keep` caches; tables that a CUDA graph reads do not count."""
 _kept: OrderedDict[tuple[Any, ...], dict[int, Any]] = OrderedDict()
 _of_graphs: dict[tuple[Any, ...], Any] = {}
 
@@ -81,7 +81,10 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
 
 PRIMES = (7, 11, 13)
-"""Divisors that tell symbolic sizes from numbers. A symbolic multiple of all three, such as 1001, looks like a number."""
+"""Divisors with which :func:`is_dynamic` tells symbolic sizes from plain numbers.
+
+A symbolic size that is known to be a multiple of all three, that is, of 1001, is mistaken for a plain number.
+"""
 
 
 def is_dynamic(size: int) -> bool:
@@ -173,7 +176,11 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Largest number of blocks in any one sequence; the mixing coefficients must cover this number."""
+        """Number of blocks in the sequence.
+
+        For packed sequences, it is an upper bound of the number in any one of them. If the number of tokens is symbolic, it is
+        an upper bound, too.
+        """
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property

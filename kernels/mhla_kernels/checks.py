@@ -2,7 +2,7 @@
 
 :func:`check_problem` returns the checked arguments as one object. Every error message names the invalid value and the remedy.
 
-Longer than other modules: the checks of one call stand in the order in which they are made.
+This module is longer than others because it contains all checks of a call, in the order in which they are made.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def check_weighting(
         feature_map: name of the feature map.
 
     Raises:
-        ValueError: if an option is unknown, or if two options do not fit together.
+        ValueError: if an option is unknown, two options do not fit together, or ``eps`` is not positive.
     """
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
@@ -140,7 +140,7 @@ SMALLEST_SHARE = 1e-5
 """Negative features up to this fraction of the largest feature count as rounding errors."""
 
 _looked_at: set[torch.device] = set()
-"""Accelerators on which features were checked. Reading them waits for the device, so it is done once."""
+"""Accelerators on which features have been checked, once each, because reading values waits for the device."""
 
 
 def check_features(features: dict[str, tuple[Tensor, Tensor | None]], way_out: str) -> None:

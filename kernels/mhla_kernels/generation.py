@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, at_most, divide_up, on_device
-from mhla_kernels.checks import check_block_size, check_devices, check_problem, read_numbers
+from mhla_kernels.checks import as_index, check_block_size, check_devices, check_problem, read_numbers
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
@@ -312,11 +312,10 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
     """
     if lengths is None:
         return (tokens,) * batch
-    counts = tuple(read_numbers(lengths, "lengths") if isinstance(lengths, Tensor) else lengths)
-    if len(counts) != batch or any(not isinstance(c, int) or not 0 <= c <= tokens for c in counts):
-        raise ValueError(
-            f"lengths must be {batch} integers from 0 to N={tokens}, one for each row, got {list(counts)[:8]}"
-        )
+    values = read_numbers(lengths, "lengths") if isinstance(lengths, Tensor) else list(lengths)
+    counts = tuple(count for count in map(as_index, values) if count is not None and 0 <= count <= tokens)
+    if not len(counts) == len(values) == batch:
+        raise ValueError(f"lengths must be {batch} integers from 0 to N={tokens}, one for each row, got {values[:8]}")
     return counts
 
 

@@ -21,11 +21,23 @@ from mhla_kernels.attention import without_autocast
 from mhla_kernels.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_values
 
 LEAST_WEIGHT = 0.8
-"""Exponent e: a sum of far weights below ``tiny ** e`` (4e-31 in float32) counts as this bound when the divisor is chosen."""
+"""Exponent e of ``tiny ** e`` (5e-31 in float32), to which a smaller sum of far weights is raised for choosing the divisor.
+
+:func:`combine_scores` divides all weights of a query by this divisor.
+"""
+
 MOST_GRADIENT = 0.5
-"""Exponent e: ``max ** e`` bounds the gradient of coefficients that are zero, which ``far`` can increase."""
+"""Exponent e of ``max ** e``, the largest factor on sums over far tokens that are zero.
+
+It also bounds the gradients of mixing coefficients that are zero.
+"""
+
 LARGEST = 0.47
-"""Exponent e: flash attention takes queries and keys up to ``max ** e`` (1e18 in float32), whose products do not overflow."""
+"""Exponent e of ``max ** e`` (1e18 in float32), the largest absolute value of queries and keys in flash attention.
+
+Products of such queries and keys do not overflow.
+"""
+
 FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
 """Smallest numbers of queries in a block for which flash attention is used, without and with a backward pass.
 
@@ -41,8 +53,8 @@ class NearTokens(NamedTuple):
         k: keys, ``[B, H, ..., S, Dk]``.
         v: values, ``[B, H, ..., S, V]``.
         visible: bool mask of the tokens that a query attends to, broadcastable to ``[B, 1, ..., C, S]``.
-        q: queries that read these tokens, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``; None for those that
-            read all groups.
+        q: queries that read these tokens, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``; None for the queries
+            that read all groups.
     """
 
     k: Tensor
@@ -64,7 +76,7 @@ class FarTokens(NamedTuple):
 
 
 def scale_features(f: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Divide the features of each query by the largest of them, and add its logarithm to ``far``.
+    """Divide the features of each query by the largest of them, and add the logarithm of this divisor to ``far``.
 
     With features near 1e-11, second derivatives would square the inverse of the sum of their weights, which overflows.
 

@@ -5,7 +5,7 @@ folder under the device, the versions of the driver, torch and Triton, and a has
 trial runs once. A kernel that fails later is no longer used for the rest of the process. See :func:`may_use`, :func:`guarded`
 and :func:`agree_on_kernels`.
 
-This module is longer than others because it handles a verdict from the trial to the withdrawal of the kernel.
+This module is longer than others because it contains all steps from the trial of a kernel to its withdrawal.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from torch import Tensor
 from mhla_kernels.own_files import open_own, own_folder, read_own
 
 FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
-"""Errors that do not mean that the kernel is wrong."""
+"""Classes of errors that do not mean that a kernel is wrong."""
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
-"""Parts of messages of such errors: Triton's driver and cuBLAS have no error class for lack of memory."""
+"""Parts of error messages about lack of memory, for which Triton's driver and cuBLAS have no error class."""
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
 """Allowed errors of outputs and of gradients, relative to their norm: a few times the errors of a correct kernel."""
@@ -63,11 +63,11 @@ class Verdict:
 
 
 _verdicts: dict[tuple[str, str], Verdict] = {}
-"""Verdicts in this process, by device and kind."""
+"""Verdicts in this process, by the device and the name of the kernel."""
 _withdrawn: dict[str, str] = {}
-"""Kinds that this process no longer uses, with the reasons."""
+"""Reasons why this process no longer uses a kernel, by the name of the kernel."""
 _unknown: set[str] = set()
-"""Kinds that were requested during the capture of a graph, when no trial can run."""
+"""Names of kernels that were requested during the capture of a CUDA graph, when no trial can run."""
 
 
 def cache_folder() -> Path:

@@ -32,7 +32,14 @@ from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, at_most, divide_up, is_dynamic
-from mhla_kernels.checks import as_index, check_block_size, check_devices, check_features, check_problem
+from mhla_kernels.checks import (
+    as_index,
+    check_block_size,
+    check_devices,
+    check_features,
+    check_one_device,
+    check_problem,
+)
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
@@ -108,6 +115,12 @@ def mhla_window_attention(
             _check_blocks(divide_up(q.shape[1], check_block_size(block_size)), block_grid, True)
         elif block_offsets is not None:
             _check_blocks(len(block_offsets) - 1, block_grid, True)
+        mixing.check(q.shape[2], False)
+        if mixing.blocks not in (None, prod(block_grid)):
+            raise ValueError(
+                f"mixing is for {mixing.blocks} blocks; with sinks, it must be for the {prod(block_grid)} of "
+                f"block_grid={tuple(block_grid)}"
+            )
         mixing = DenseMixing(F.pad(mixing.matrix(prod(block_grid)), (1, 0, 1, 0)))
     problem = check_window(
         q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens, block_offsets, causal, sinks
@@ -174,8 +187,8 @@ class CausalWindow(NamedTuple):
     Attributes:
         k: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v: values of the block before each block, ``[B, H, M, C, V]``.
-        visible: ``[B, M, C]`` bool, True for slots of the block before that may be attended to.
-        sink_k: keys of the sinks, ``[B, H, M or 1, S, Dk]``.
+        visible: ``[B, M, C]`` bool, True for slots of the preceding block that may be attended to.
+        sink_k: keys of S sinks, ``[B, H, M or 1, S, Dk]``.
         sink_v: values of the sinks, ``[B, H, M or 1, S, V]``.
         sinks_visible: ``[B, M, C, S]`` bool, True for sinks that a query attends to.
         sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for the queries
@@ -249,7 +262,7 @@ def check_sink_queries(sink_q: Tensor | None, q: Tensor, causal: bool = True) ->
 def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     """Expand the logarithm of a factor on the weights of far tokens to one number for each query and head.
 
-    Far tokens are those before the window of softmax attention.
+    Far tokens are those outside the window of softmax attention.
 
     Args:
         far: tensor broadcastable to ``[B, N, H]``; None for zeros.
@@ -296,6 +309,7 @@ def check_window(
         key_mask=key_mask, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     check_devices(problem)
+    check_one_device(q.device, {"q_features": q_features, "k_features": k_features})
     size = problem.layout.block_size or (problem.layout.block_offsets or (0, 0))[1]
     number = as_index(sinks)
     if number is None or not 0 <= number <= size:
@@ -316,7 +330,7 @@ def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> No
 
 
 def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool, sinks: int) -> tuple[int, ...] | None:
-    """Check the block grid of attention to all tokens, and return it; None for a sequence of blocks.
+    """Check the block grid of windowed attention, and return it; None for a sequence of blocks.
 
     Args:
         problem: checked arguments of the call.

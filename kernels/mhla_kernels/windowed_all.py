@@ -26,9 +26,9 @@ from mhla_kernels.windowed_blocks import InBlocks
 from mhla_kernels.windowed_pairs import Forms, attend_near, cheapest_forms, near_pairs, weigh_pairs
 
 GATHERED = 2**22
-"""Numbers of keys that are gathered at once for the windows of attention to all tokens: 16 MiB in float32.
+"""Largest number of tensor elements for the keys that are gathered at once: 16 MiB in float32.
 
-On a CPU, larger tensors get new memory in each call, whose first use costs more than copying.
+On a CPU, a larger tensor gets new memory in each call, and the first use of new memory costs more than copying.
 """
 
 
@@ -40,7 +40,7 @@ def attend_all(
     grid: tuple[int, ...] | None,
     sinks: int,
 ) -> Tensor:
-    """Compute the outputs of attention to all tokens, ``[B, N, H, V]``.
+    """Compute the outputs of windowed attention without causality, ``[B, N, H, V]``.
 
     Args:
         tokens: queries multiplied by the scale of the scores, keys, values, features of queries and of keys, and the logarithm
@@ -79,7 +79,7 @@ def attend_all(
 
 
 class Window(NamedTuple):
-    """Attention to all tokens that is computed block by block: its coefficients, and the grid that determines near blocks.
+    """Windowed attention without causality, computed block by block: its coefficients, and the grid of near blocks.
 
     Attributes:
         matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks, whose tokens
@@ -97,7 +97,12 @@ class Window(NamedTuple):
     sinks: int
 
     def far(self, tokens: Sequence[Tensor], real: Tensor) -> FarTokens:
-        """Compute the sums over the far tokens of each query from summaries of blocks, ``[B, H, N, V + 1]``."""
+        """Compute the sums over the far tokens of each query from summaries of blocks, ``[B, H, N, V + 1]``.
+
+        Args:
+            tokens: tensors of all tokens, as :func:`attend_all` takes them.
+            real: mask of tokens that may be attended to, ``[B, N]`` bool.
+        """
         x = self._in_blocks(tokens, real)
         sums, log_factor = read_mixed(x.f, self._mixed(x), x.far)
         sums, log_factor = (self.blocks.merge(part).transpose(1, 2) for part in (sums, log_factor))
@@ -105,7 +110,12 @@ class Window(NamedTuple):
         return FarTokens(F.pad(sums[:, :, self.sinks :], (0, 0, self.sinks, 0)), log_factor)
 
     def attend(self, tokens: Sequence[Tensor], real: Tensor) -> Tensor:
-        """Compute the outputs of all queries, ``[B, N, H, V]``, from the tensors that :func:`attend_all` takes."""
+        """Compute the outputs of all queries, ``[B, N, H, V]``.
+
+        Args:
+            tokens: tensors of all tokens, as :func:`attend_all` takes them.
+            real: mask of tokens that may be attended to, ``[B, N]`` bool.
+        """
         number, sinks = self.blocks.blocks, self.sinks
         x = self._in_blocks(tokens, real)
         sinks_visible = real[:, :sinks]  # sinks are the first tokens
@@ -135,7 +145,7 @@ class Window(NamedTuple):
         return torch.cat([_softmax(q[:, :sinks], k, v, real), out[:, sinks:]], 1)
 
     def _in_blocks(self, tokens: Sequence[Tensor], real: Tensor) -> InBlocks:
-        """Return the tensors in blocks, without the sinks."""
+        """Arrange the tensors of all tokens in blocks, with the sinks hidden."""
         first = torch.arange(self.blocks.blocks, device=real.device) == 0
         return InBlocks.of(tokens, real, self.blocks).without_sinks(first, self.sinks)
 

@@ -39,7 +39,13 @@ class InBlocks(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[Tensor], real: Tensor, blocks: BlockPartition) -> InBlocks:
-        """Arrange q, k, v, f, g and far, ``[B, N, H, ...]`` each, and the mask of tokens ``[B, N]`` in blocks."""
+        """Arrange tokens in blocks.
+
+        Args:
+            tokens: the tensors q, k, v, f, g and far of all tokens, ``[B, N, H, ...]`` each.
+            real: mask of tokens that may be attended to, ``[B, N]`` bool.
+            blocks: assignment of the tokens to blocks.
+        """
         visible = blocks.split(real[..., None, None].to(tokens[0].dtype))[:, 0, ..., 0] > 0
         q, k, v, f, g, far = map(blocks.split, tokens)
         return cls(q, k, v, f, g, far, visible)

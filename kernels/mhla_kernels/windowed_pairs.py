@@ -21,14 +21,14 @@ from mhla_kernels.forms.cost import CONSTANTS
 from mhla_kernels.near_far import FarTokens, NearTokens, combine, scale_features
 
 GATHER = 130
-"""Cost of copying a number of a near key or value into the window of a block, in multiply-adds.
+"""Cost of copying one element of a near key or value into the window of a block, in multiply-adds.
 
-With ``lightning bench layers`` on an Intel Xeon with AMX (torch 2.14.1), near tokens by pairs are faster at 1,370 tokens, and
-copies at 2,917, which bounds this cost by 83 and 177."""
+With ``lightning bench layers`` on an Intel Xeon with AMX (torch 2.14.1), scoring all pairs is faster at 1,370 tokens, and
+copying is faster at 2,917 tokens. The cost is therefore between 83 and 177."""
 
 
 class Forms(NamedTuple):
-    """Parts of windowed attention to all tokens that are computed from pairs of tokens, instead of in blocks.
+    """Parts of windowed attention without causality that are computed from all pairs of tokens, instead of in blocks.
 
     Attributes:
         near: whether softmax attention scores all pairs of tokens and masks the far ones, instead of copying the near tokens of
@@ -41,7 +41,9 @@ class Forms(NamedTuple):
 
 
 def cheapest_forms(layout: TokenLayout, axes: Sequence[int], width: int, features: int, value_width: int) -> Forms:
-    """Return the forms with the lowest estimated number of multiply-adds.
+    """Choose how each part of windowed attention is computed, by the lowest estimated number of multiply-adds.
+
+    If the number of tokens is symbolic, both parts are computed in blocks.
 
     Args:
         layout: partition of the tokens into blocks.
@@ -96,7 +98,8 @@ def attend_near(tokens: Sequence[Tensor], real: Tensor, near: Tensor, far: FarTo
     """Compute the outputs of windowed attention, ``[B, N, H, V]``, with scores of all token pairs for the near ones.
 
     Args:
-        tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each, and others.
+        tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each. Further tensors
+            are ignored.
         real: mask of tokens that may be attended to, ``[B, N]`` bool.
         near: mask of near pairs, ``[N, N]`` bool.
         far: sums over the far tokens.

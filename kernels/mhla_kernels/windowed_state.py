@@ -6,7 +6,7 @@ summaries of all earlier blocks.
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
 
-Longer than other modules: reading many tokens and reading one must keep the same slots.
+This module is longer than others because both public functions must store tokens in the same slots of the state.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class MHLAWindowState(BlockState):
     """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return.
 
     The window of softmax attention consists of two blocks: the open block, to which tokens are added, and the block before it.
-    Of all earlier blocks, the state holds only summaries, as :class:`BlockState` describes.
+    The state holds only summaries of all earlier blocks, as :class:`BlockState` describes.
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]`` with W numbers.
@@ -116,7 +116,7 @@ def mhla_window_prefill(
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
-            no padding.
+            no padding. Reading a tensor on an accelerator waits for the device.
         state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
             changed.
         sink_q: queries that read the sinks, ``[B, N, H, Dk]``; None means q.
@@ -148,8 +148,10 @@ def mhla_window_prefill(
         piece = begin(state, counts, mixing, writes)
         start, firsts, offsets = piece.start, piece.firsts, piece.offsets
         mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
-        q, f = (x.to(problem.accumulate) for x in (q, q_features))
-        k, v, g = (x.to(problem.accumulate).masked_fill(~mask[..., None, None], 0) for x in (k, v, k_features))
+        padding = ~mask[..., None, None]
+        # padding of queries too: zero times NaN would be NaN in the gradients of the keys
+        q, k, v, f, g = (x.to(problem.accumulate).masked_fill(padding, 0) for x in (q, k, v, q_features, k_features))
+        far = heads_last(far, q).masked_fill(padding, 0)
         new_blocks = [in_blocks(x, offsets, block_size) for x in (k, v)]
         # for keys and for values: the sinks, the block before the open one, and the open block
         stored = [x.transpose(1, 2).split((sinks, block_size, block_size), 2) for x in (start.keys, start.values)]
@@ -187,9 +189,10 @@ def mhla_window_prefill(
         sums = summaries(g_blocks, in_blocks(repeat(v, heads, 2), offsets, block_size))
         sums = finite_(add_to_first(sums, start.open))
         mixed = _mixed_after(start, sums, firsts, mixing)
-        q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, heads_last(far, q)))
+        q_blocks, f_blocks, far_blocks = (in_blocks(x, offsets, block_size) for x in (q, f, far))
         if sink_q is not None:
-            sink_q = in_blocks(sink_q.to(problem.accumulate), offsets, block_size) * scale
+            sink_q = sink_q.to(problem.accumulate).masked_fill(padding, 0)
+            sink_q = in_blocks(sink_q, offsets, block_size) * scale
         near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible, sink_q)
         placed = InBlocks(q_blocks * scale, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
         out = near.attend(placed, _with_totals(mixed, f.shape[-1]))

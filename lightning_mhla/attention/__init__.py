@@ -1,4 +1,4 @@
-"""Attention layers, one class for each kind of attention, all with the interface of :class:`Attention`.
+"""Attention layers: one class for each kind of attention, all with the interface of :class:`Attention`.
 
 To add a kind to this package, define its class in a new module and import the class here.
 """

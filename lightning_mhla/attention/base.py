@@ -2,12 +2,13 @@
 
 Other modules contain the parts of a layer: the methods that a kind of attention implements (``kind``), projections
 (``projections``), token order (``order``), rotary positions (``positions``), and output norm, local positional encoding and
-gate (``output``, ``lepe``). Longer than other modules: it is one class, which reads top to bottom.
+gate (``output``, ``lepe``). This module is longer than others because it contains a single class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -87,6 +88,7 @@ class Attention(AttentionKind):
         used |= set() if projections else {"rotary"}
         self.ignored = [name for name in self.unused if name not in used]
         report_unused(config, self.ignored)
+        config = replace(config, **self.fixed) if self.fixed else config
         self.config, self.causal, self.block_ordered, self.projects = config, causal, block_ordered, projections
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
@@ -185,7 +187,9 @@ class Attention(AttentionKind):
         tokens = hide_rows(tokens, visible)  # NaN in hidden tokens would otherwise spread, because 0 * NaN is NaN
         q, k, v = projections.heads(tokens, x, placement.order)
         angles = None
-        if self.rotary is not None:
+        if isinstance(self.rotary, GridRotary) and layout is not None:
+            angles = self.rotary.of_placement(placement, tokens.device)
+        elif self.rotary is not None:
             angles = self.rotary.of_tokens(tokens, rotary, placement.order, cu_seqlens, share)
         placed = None if layout is None else placement
         inputs = AttentionInputs(tokens, q, k, v, visible, angles, cu_seqlens, share, placed)
@@ -292,6 +296,10 @@ class Attention(AttentionKind):
         if share is not None and (self.causal is not True or key_mask is not None or cu_seqlens is not None):
             raise ValueError(
                 "a sequence spread over processes is causal (not block-causal), without padding and not packed"
+            )
+        if layout is not None and self.block_ordered:
+            raise ValueError(
+                "a layout for one call needs tokens in raster order, not block_ordered=True; call fit instead"
             )
         tokens, present = x.shape[1] if share is None else share.tokens, self.layout if layout is None else layout
         if not self.causal and tokens != present.num_tokens:

@@ -26,10 +26,10 @@ CHOICES = {
     "feature_map": get_args(Features),
     "gate_activation": get_args(GateActivation),
 }
-"""Allowed values of the options of :class:`AttentionConfig` that take a word."""
+"""Names that an option of :class:`AttentionConfig` accepts, by option."""
 
 KINDS: dict[str, Any] = {}
-"""Attention classes by kind. Deriving from :class:`lightning_mhla.attention.Attention` adds an entry."""
+"""Attention classes by kind. A class that derives from :class:`lightning_mhla.attention.Attention` adds its own entry."""
 
 OWN_KIND_HINT = (
     "a kind of your own is known once its module is imported: --allow=MODULE on the command line, import in Python"
@@ -39,10 +39,10 @@ MIXING_OPTIONS = (
     "block_grid", "block_size", "mixing", "mixing_terms", "mixing_init", "mixing_per_head", "mixing_trainable",
     "mixing_min_decay",
 )  # fmt: skip
-"""Options of :class:`AttentionConfig` that only kinds of mhla use."""
+"""Options of :class:`AttentionConfig` that only the attention kinds mhla and mhla_window use."""
 
 EXPONENTIAL_OPTIONS = ("mixing_terms", "mixing_min_decay")
-"""Options among them that only exponential mixing uses."""
+"""Options of :class:`AttentionConfig` that only exponential mixing coefficients use."""
 
 
 @dataclass
@@ -133,12 +133,14 @@ class AttentionConfig:
             raise ValueError(f"mixing_terms={self.mixing_terms} must be positive")
         for name in ("block_grid", "block_size"):
             value = getattr(self, name)
-            if value is not None and min(value if isinstance(value, Sequence) else [value]) < 1:
+            if value is not None and min(value if isinstance(value, Sequence) else [value], default=0) < 1:
                 raise ValueError(f"{name}={value} must be positive")
         if self.block_grid is not None and self.block_size is not None:
             raise ValueError("give block_grid or block_size, not both")
         if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
+        if not self.rotary_base > 0:
+            raise ValueError(f"rotary_base={self.rotary_base} must be positive")
         normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
         if normalized and self.feature_map == "identity":
             raise ValueError("normalize needs nonnegative queries and keys, which feature_map 'identity' does not give")
@@ -154,7 +156,8 @@ class AttentionConfig:
     def _checked_options(self) -> dict[str, Any] | None:
         """Return the options of the attention kind, checked and with defaults filled in; None if none are set.
 
-        Options stay None if none are set, so that a default of this class has no options that another kind would reject.
+        If no options are set, the result is None instead of the kind's defaults. Otherwise, a default configuration would
+        contain options that other kinds reject.
         """
         if self.options is None:
             return None
@@ -186,17 +189,17 @@ class AttentionConfig:
 
 @dataclass
 class CrossAttentionConfig(AttentionConfig):
-    """Configuration of cross-attention in a pretrained model, which reads a text or another sequence in blocks.
+    """Configuration of cross-attention in a pretrained model. The context is a text or another sequence, read in blocks.
 
     The options of :class:`AttentionConfig` describe the queries: ``block_grid`` for images and video, ``block_size`` for
-    text. ``mixing_init: locality`` needs queries of a sequence; where they are an image or a video, all blocks start with equal
-    weight.
+    text. ``mixing_init: locality`` has an effect only if the queries are a sequence. If they are an image or a video, all
+    blocks start with equal weight.
 
     Args:
         key_block_size: number of tokens in a block of the context; null for ``block_size``, or 16 if the queries are an
             image or a video.
-        key_tokens: longest context in tokens; null for the maximum of the model, or 512 if the model has none. Dense
-            coefficients are made for it. Exponential ones take any length.
+        key_tokens: length in tokens of the longest context that dense mixing coefficients cover; null for the maximum of the
+            model, or 512 if the model has none. Exponential mixing coefficients take any length.
     """
 
     key_block_size: int | None = None
@@ -258,10 +261,10 @@ def layout_for(
 
 
 def check_blocks(config: AttentionConfig, layout: BlockLayout) -> None:
-    """Check that the blocks of a layer's configuration, if it sets any, are those of the layer's layout.
+    """Check that a layer's configuration and layout have the same blocks, if the configuration sets blocks.
 
     Raises:
-        ValueError: if they differ.
+        ValueError: if the blocks differ.
     """
     grid = config.block_grid and tuple(config.block_grid)
     if grid not in (None, layout.block_grid) or config.block_size not in (None, layout.block_size):

@@ -23,12 +23,12 @@ SELF_ONLY = ("lepe", "rotary", "key_weighting", "normalize_before_rotary")
 class CrossAttention(nn.Module):
     """Cross-attention layer, and base class of its kinds: softmax, linear and mhla.
 
-    The layer projects tokens to queries and context tokens to keys and values, and computes attention from them, for which each
-    kind implements :meth:`attend`. Then follow an RMSNorm of each head's output and a gate, both optional, and the output
-    projection.
+    The layer projects tokens to queries and context tokens to keys and values, and computes attention from them. Each kind
+    implements this computation in :meth:`attend`. The layer then applies an RMSNorm to each head's output, multiplies by a
+    gate, and projects the result. Norm and gate are optional.
 
-    A layout with ``block_size`` is a sequence: each call may have fewer tokens than the layout, or any number if the mixing
-    coefficients allow it. Other layouts are grids, and each call must have their number of tokens.
+    A layout with ``block_size`` is a sequence. Each call may have fewer tokens than the layout, or any number if the mixing
+    coefficients allow it. Other layouts are grids, and each call must have exactly as many tokens as the grid.
 
     Args:
         dim: width of the tokens.
@@ -45,20 +45,20 @@ class CrossAttention(nn.Module):
             :meth:`forward`.
 
     Raises:
-        ValueError: if the configuration is for a different kind or blocks, or has an option that only self-attention supports,
-            or if widths and numbers of heads do not fit together.
+        ValueError: if the configuration is for a different kind or different blocks, or has an option that only self-attention
+            supports, or if widths and numbers of heads do not fit together.
     """
 
     kind: ClassVar[str] = ""
-    """Name of the kind; the layer's configuration must have the same."""
+    """Name of this kind of attention, which the layer's configuration must also name."""
     kinds: ClassVar[dict[str, type[CrossAttention]]] = {}
     """Cross-attention classes by kind."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Options of :class:`AttentionConfig` that have no effect on the kind; the log names those that are set."""
+    """Options of :class:`AttentionConfig` that have no effect on this kind. If some of them are set, the log names them."""
     uses_blocks: ClassVar[bool] = False
     """Whether the kind divides tokens into blocks."""
     summarizes: ClassVar[bool] = False
-    """Whether the kind can read a context by its summaries, see :meth:`summarize`."""
+    """Whether the kind supports :meth:`summarize`, so that calls can read summaries in place of a context."""
 
     def __init_subclass__(cls, kind: str = "", **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -137,8 +137,8 @@ class CrossAttention(nn.Module):
 
         Args:
             x: tokens, in raster order.
-            context: context tokens ``[B, Nk, context_dim]``, in raster order. In place of them, their summaries
-                (:meth:`summarize`), which contain ``context_mask`` and ``context_layout``.
+            context: context tokens ``[B, Nk, context_dim]``, in raster order, or their summaries from :meth:`summarize`.
+                Summaries already contain the mask and the layout of the context.
             mask: mask of visible tokens, ``[B, Nq]`` bool. Outputs of hidden tokens are zero. None if all tokens are visible.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool. Hidden tokens do not influence the outputs, even if
                 they contain NaN. None if all are visible. The attention outputs of a row without visible context are zero.
@@ -146,14 +146,14 @@ class CrossAttention(nn.Module):
                 ``block_size``.
             projections: projections to use if the layer has none of its own; None for the layer's own.
             layout: layout of the queries for this call only; None for the layout of the last :meth:`fit`.
-            context_layout: layout of the context for this call only; None for that of the last :meth:`fit`.
+            context_layout: layout of the context for this call only; None for the layout of the last :meth:`fit`.
 
         Returns:
             Outputs in the shape and order of ``x``.
 
         Raises:
-            ValueError: if the number of tokens is zero or does not fit its layout, if masks do not fit the tokens, or if
-                summaries are of a different layer, or of different rows, heads or widths than the queries.
+            ValueError: if the number of tokens is zero or does not fit the layout, if masks do not fit the tokens, or if
+                summaries were computed by a different layer, or differ from the queries in rows, heads or widths.
         """
         check_mask("mask", mask, x)
         queries = place("query", self.query_order, layout, x, start)
@@ -189,16 +189,16 @@ class CrossAttention(nn.Module):
     ) -> ContextSummaries:
         """Compute the key-value summaries of a context once, for many calls of :meth:`forward` with the same weights.
 
-        Only for kinds that read a context by summaries (``summarizes``): mhla and linear.
+        Only the kinds mhla and linear support this method.
 
         Args:
             context: context tokens ``[B, Nk, context_dim]``, in raster order.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool; None if all are visible.
             projections: projections to use if the layer has none of its own; None for the layer's own.
-            context_layout: layout of the context; None for that of the last :meth:`fit`.
+            context_layout: layout of the context; None for the layout of the last :meth:`fit`.
 
         Raises:
-            ValueError: if the kind has no summaries, the number of tokens does not fit its layout, or the mask does not fit the
+            ValueError: if the kind has no summaries, the number of tokens does not fit the layout, or the mask does not fit the
                 tokens.
         """
         if not self.summarizes:
@@ -213,7 +213,7 @@ class CrossAttention(nn.Module):
         projections: CrossProjections,
         layout: BlockLayout | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Placement]:
-        """Return the keys, the values and the mask of a context in block order, and their order and blocks."""
+        """Return the keys, values and mask of a context in block order, and the permutation into this order."""
         check_mask("context_mask", mask, context)
         placement = place("context", self.context_order, layout, context)
         tokens, visible = placement.enter(context, mask)
@@ -226,15 +226,24 @@ class CrossAttention(nn.Module):
         raise NotImplementedError
 
     def summaries_of(self, k: Tensor, v: Tensor, key_mask: Tensor | None, context: Placement) -> ContextSummaries:
-        """Compute the summaries of keys ``[B, Nk, Hkv, Dk]`` and values in block order. Kinds with summaries implement it."""
+        """Compute the key-value summaries of a context. Kinds that support summaries implement this method.
+
+        Args:
+            k: keys ``[B, Nk, Hkv, Dk]`` in block order, before the feature map.
+            v: values ``[B, Nk, Hkv, Dv]`` in block order.
+            key_mask: ``[B, Nk]`` bool, False for hidden context tokens; None if none is hidden.
+            context: order and blocks of the context.
+        """
         raise NotImplementedError
 
     def attend_summaries(self, inputs: CrossInputs, summaries: ContextSummaries) -> Tensor:
-        """Compute the outputs ``[B, Nq, H, Dv]``, in the dtype of the queries. Kinds with summaries implement this method.
+        """Compute the attention outputs ``[B, Nq, H, Dv]`` of queries that read summaries, in the dtype of the queries.
+
+        Kinds that support summaries implement this method.
 
         Args:
-            inputs: inputs of the call, without keys.
-            summaries: summaries that this layer computed, of as many rows as the queries.
+            inputs: inputs of the call, without keys and values.
+            summaries: summaries that this layer computed, with as many rows as the queries.
         """
         raise NotImplementedError
 
@@ -270,8 +279,8 @@ def check_cross_config(config: AttentionConfig, kind: str) -> None:
         kind: kind of cross-attention.
 
     Raises:
-        ValueError: if the kind is different or has no cross-attention, or if an option needs queries and keys of the same
-            tokens.
+        ValueError: if the configuration names a different kind or a kind without cross-attention, or sets an option that needs
+            queries and keys of the same tokens.
     """
     if config.kind not in CrossAttention.kinds:
         raise ValueError(

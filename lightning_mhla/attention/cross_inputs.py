@@ -1,4 +1,4 @@
-"""Inputs of cross-attention layers: projections, the order and blocks of both sides, and summaries of a context."""
+"""Inputs of cross-attention layers: projections, order and blocks of queries and context, and summaries of a context."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CrossInputs:
         key_mask: ``[B, Nk]`` bool, False for hidden context tokens; None if none is hidden.
         queries: order and blocks of the queries.
         context: order and blocks of the context.
-        first: number of query blocks of the sequence before that of the first query.
+        first: number of blocks of the sequence before the block of the first query.
     """
 
     q: Tensor
@@ -59,20 +59,20 @@ class CrossInputs:
 class ContextSummaries:
     """Key-value summaries of the blocks of one context, as :meth:`CrossAttention.summarize` returns them.
 
-    A call that reads them costs as many products as the context has blocks, not as it has tokens. In passes without gradients,
-    the mixture that the last block of queries read is stored, so that the further tokens of this block do not mix the summaries
+    The cost of reading summaries depends on the number of blocks of the context, not on its number of tokens. In passes without
+    gradients, the mixed summary for the latest block of queries is stored, so that later tokens of this block do not compute it
     again.
 
-    Summaries depend on the weights of the layer: those of changed weights must be computed again. Other layers, copies of this
-    one among them, cannot read them.
+    Summaries depend on the weights of the layer and must be computed again when the weights change. Only the layer that
+    computed them can read them; its copies cannot.
 
     Attributes:
         keys: summaries of the Mk blocks, ``[B, H, Mk, K, V]`` and ``[B, H, Mk, K]``.
         context: order and blocks of the context.
         layer: weak reference to the layer that computed the summaries.
         key_width: width Dk of the keys before the feature map.
-        mixture: index of the block of queries that the last call read alone, and its mixture; None after calls that read
-            several blocks or compute gradients.
+        mixture: index of a block of queries and its mixed summary, if the last call had queries of this block only; None after
+            calls with several blocks of queries or with gradients.
     """
 
     keys: KeySummaries
@@ -82,7 +82,7 @@ class ContextSummaries:
     mixture: tuple[int, KeySummaries] | None = field(default=None, repr=False)
 
     def select(self, rows: Tensor) -> ContextSummaries:
-        """Return the summaries of some batch rows, ``rows`` ``[B']`` int64, which may repeat."""
+        """Return the summaries of the batch rows with indices ``rows``, ``[B']`` int64. An index may occur several times."""
         mixture = None if self.mixture is None else (self.mixture[0], self.mixture[1].select(rows))
         return replace(self, keys=self.keys.select(rows), mixture=mixture)
 
@@ -118,12 +118,12 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
 
 
 def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, start: int = 0) -> Placement:
-    """Return the order and the blocks of a call's tokens.
+    """Return the order and blocks of the tokens of one call.
 
     Args:
         name: ``"query"`` or ``"context"``, for error messages.
         order: permutation for the layout of the layer.
-        layout: layout of this call; None for that of the layer.
+        layout: layout of this call; None for the layout of the layer.
         x: tokens ``[B, N, ...]``.
         start: number of tokens of the sequence before these.
 
@@ -131,7 +131,8 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
 
     Raises:
-        ValueError: if the number of tokens is zero or does not fit the layout, or a grid has a start.
+        ValueError: if the number of tokens is zero or does not fit the layout, or if ``start`` is negative, or not 0 for a
+            layout without ``block_size``.
     """
     chosen, tokens = order.layout if layout is None else layout, x.shape[1]
     if chosen.block_size is None or chosen.prefix_tokens:

@@ -92,7 +92,7 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
 
     @property
     def eps(self) -> float:
-        """Number that is added to the normalizer."""
+        """Small constant that is added to the sum of a query's attention weights before dividing by it."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
@@ -127,11 +127,11 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
         y = attention(torch.randn(2, 256, 384), torch.randn(2, 40, 512))
 
     Dense mixing coefficients have one entry for each pair of blocks of the two layouts. Exponential ones need two grids with
-    equally many axes, and take any length. With ``mixing_init="uniform"``, or if the grids have different numbers of axes, the
-    layer starts as linear attention.
+    the same number of axes, and take any length. With ``mixing_init="uniform"``, or if the grids have different numbers of
+    axes, the layer starts as linear attention.
 
-    The constructor takes the arguments of :class:`CrossAttention`, and a configuration of kind ``"mhla"``. If that sets
-    ``block_grid`` or ``block_size``, they must agree with ``layout``.
+    The constructor takes the arguments of :class:`CrossAttention`, and a configuration of kind ``"mhla"``. If the
+    configuration sets ``block_grid`` or ``block_size``, they must agree with ``layout``.
     """
 
     unused: ClassVar[tuple[str, ...]] = ()

@@ -90,7 +90,8 @@ class DenseCrossCoefficients(FreeCoefficients):
             first: number of query blocks before these, for a later part of a sequence.
 
         Raises:
-            ValueError: if there are more blocks than the coefficients were made for, or fewer along an axis of a grid.
+            ValueError: if there are more blocks than the coefficients were made for, or if a layout without ``block_size`` has
+                a different number of blocks along an axis.
         """
         blocks = []
         for name, grid, skipped, layout in zip(
@@ -184,10 +185,13 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
 
 
 def _products(factors: Sequence[Tensor]) -> Tensor:
-    """Return the products of weights along each axis of a grid, with blocks in row-major order.
+    """Multiply weights along each axis of a grid to weights between all pairs of blocks, in row-major order.
 
     Args:
-        factors: weights ``[..., queries, keys]`` along each axis.
+        factors: for each axis, weights ``[..., queries, keys]`` between the positions of query blocks and key blocks.
+
+    Returns:
+        ``[..., Mq, Mk]`` for Mq query blocks and Mk key blocks in total.
     """
     product, *others = factors
     for factor in others:

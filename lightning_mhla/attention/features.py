@@ -14,7 +14,7 @@ from lightning_mhla.attention.config import Features
 from lightning_mhla.attention.positions import Rotary
 
 LARGEST_EXPONENT = 30.0
-"""Largest exponent of the learned features of keys: exp of it is 1e13, and a million such terms fit into float32."""
+"""Largest exponent of the learned features of keys. A sum of a million terms ``exp(30)``, each about 1e13, fits float32."""
 
 
 class LearnedFeatures(nn.Module):

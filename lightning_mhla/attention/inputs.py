@@ -18,10 +18,10 @@ UNHANDLED = {
     "share": "does not take share: train without sequence parallelism (sequence_parallel_size: 1)",
     "state": "cannot generate: it has no continue_from; leave out predict and TextSamples",
 }
-"""Error for each optional input that a kind does not support, with the remedy."""
+"""Error message, with a remedy, for each input that a kind of attention may not support."""
 
 OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
-"""Optional inputs, which a kind supports if its ``handles`` names them."""
+"""Names of the optional inputs. A kind of attention supports those that its attribute ``handles`` contains."""
 
 
 @dataclass(frozen=True)

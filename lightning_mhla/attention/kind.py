@@ -23,7 +23,7 @@ REMOVED = {
     "always_gated": "pass gate=True to super().__init__",
     "_around": "define finish(self, out, inputs)",
 }
-"""Former members of a kind, and what to write in their place."""
+"""Class attributes and methods that kinds of attention no longer support, each with advice on its replacement."""
 
 
 class AttentionKind(nn.Module):
@@ -41,19 +41,21 @@ class AttentionKind(nn.Module):
     """
 
     kind: ClassVar[str | None] = None
-    """Name of the kind; the layer's configuration must have the same."""
+    """Name of this kind of attention, which the layer's configuration must also name."""
     Options: ClassVar[type | None] = None
-    """Dataclass of the options of the kind itself; None without such options."""
+    """Dataclass of the options that are specific to this kind; None if there are none."""
     Order: ClassVar[type[TokenOrder]] = BlockOrder
-    """Order of the operator's tokens: :class:`BlockOrder`, or :class:`RasterOrder` for an operator that scans the tokens."""
+    """Order of the tokens in :meth:`attend`: :class:`BlockOrder`, or :class:`RasterOrder` for a scan over the tokens."""
     handles: ClassVar[tuple[str, ...]] = ()
-    """Optional inputs that :meth:`attend` supports, out of :data:`OPTIONAL`; others raise an error."""
+    """Optional inputs that :meth:`attend` supports, such as ``"key_mask"``. All others raise ValueError."""
     unused: ClassVar[tuple[str, ...]] = ()
-    """Options of :class:`AttentionConfig` that have no effect on the kind; the log names those that are set."""
+    """Options of :class:`AttentionConfig` that have no effect on this kind. If some of them are set, the log names them."""
+    fixed: ClassVar[dict[str, Any]] = {}
+    """Values of options of :class:`AttentionConfig` that replace those of the configuration."""
     uses_blocks: ClassVar[bool] = False
-    """Whether the layout needs ``block_grid`` or ``block_size``."""
+    """Whether the kind divides tokens into blocks, so that its configuration needs ``block_grid`` or ``block_size``."""
     mixes_prefix: ClassVar[bool] = True
-    """Whether prefix tokens form a block with mixing coefficients. If so, the number of blocks is the same for all images."""
+    """Whether prefix tokens form a block with mixing coefficients. If so, all images must have the same number of blocks."""
     causal_only: ClassVar[bool] = False
     """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
     block_causal: ClassVar[bool] = False

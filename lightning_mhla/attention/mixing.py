@@ -1,7 +1,7 @@
 """Modules for mixing coefficients of MHLA: initial values, bounds, and resizing to a different number of blocks.
 
-Longer than other modules: it contains both parametrizations, dense and exponential, because their bounds and resizing
-correspond.
+The module contains both parametrizations, dense and exponential, because their bounds and resizing correspond. It is therefore
+longer than others.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing_extensions import override
 from lightning_mhla.attention.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
-"""Bounds of a coefficient. The paper's public code clips to them after each optimizer step."""
+"""Bounds of a mixing coefficient. The public code of MHLA clips coefficients to this range after each optimizer step."""
 
 SLOWEST, FASTEST = 0.05, 2.5
-"""Smallest and largest initial decay per block of exponential mixing: 0.05, 0.2, 0.7 and 2.5 for four terms."""
+"""Smallest and largest initial decay per block of exponential mixing. Four terms start at 0.05, 0.18, 0.68 and 2.5."""
 
 LARGEST_DECAY = 20.0
-"""Largest decay per block. At this decay, the next block has weight 2e-9."""
+"""Largest decay per block of exponential mixing. At this decay, the next block has weight 2e-9."""
 
 MixingInit = Literal["locality", "uniform"]
 
@@ -303,6 +303,7 @@ class DenseCoefficients(FreeCoefficients):
         if blocks > self.weight.shape[-1]:
             self._start = extend_mixing(bounded(self.weight.detach()), blocks)
             self.weight = nn.Parameter(self._start.clone(), self.weight.requires_grad)
+            self.grid = (blocks,)
 
 
 class ExponentialCoefficients(MixingCoefficients):
@@ -315,10 +316,10 @@ class ExponentialCoefficients(MixingCoefficients):
         terms: number of exponentials.
         heads: number of heads, each with its own sum; None for one sum shared by all heads.
         init: ``"locality"`` for initial decays from 0.05 to 2.5 per block, spaced evenly on a logarithmic scale; ``"uniform"``
-            for decays close to 0, so that all blocks have about the same weight.
+            for initial decays of ``min_decay``. At its default, all blocks have about the same weight.
         causal: whether blocks read only themselves and earlier blocks. Causal coefficients fit any number of blocks.
         trainable: whether the coefficients are trained.
-        min_decay: smallest decay per block, from 1e-5 to 2.5. Initial decays lie between it and 2.5 if it is above 0.05.
+        min_decay: smallest decay per block, from 1e-5 to 2.5. If it is above 0.05, it is also the smallest initial decay.
 
     Raises:
         ValueError: if the layout has prefix tokens, ``init`` is unknown, ``terms`` is less than 1, or ``min_decay`` is out of
@@ -389,7 +390,7 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
         with torch.no_grad():
-            self.decay.copy_(self._rescaled(block_grid).clamp(min=self.min_decay))
+            self.decay.copy_(self._rescaled(block_grid).clamp(self.min_decay, LARGEST_DECAY))
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
@@ -414,7 +415,7 @@ class ExponentialCoefficients(MixingCoefficients):
             return None
         if name == "decay" and self.grid is not None and block_grid is not None and len(block_grid) == len(self.grid):
             values = values * values.new_tensor([a / b for a, b in zip(block_grid, self.grid, strict=True)])
-        values = values if name == "amplitude" else values.clamp(min=self.min_decay)
+        values = values if name == "amplitude" else values.clamp(self.min_decay, LARGEST_DECAY)
         fitted = for_heads(values, parameter)
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 

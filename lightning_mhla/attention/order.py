@@ -59,7 +59,7 @@ class TokenOrder(LayoutTables):
 class BlockOrder(TokenOrder):
     """Module that puts tokens into block order, in which the tokens of each block are contiguous.
 
-    Attention that works in any token order also uses it.
+    Kinds of attention that do not depend on the order of the tokens also use this class.
     """
 
     @override

@@ -11,10 +11,10 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.lepe import LocalPositionalEncoding
 
 OUTPUT_NORM_EPS = 1e-6
-"""Epsilon of the RMSNorm of each head's output, as in the paper's public code; torch's default in bfloat16 is 0.008."""
+"""Epsilon of the RMSNorm of each head's output, as in the public code of MHLA. In bfloat16, torch's default is 0.008."""
 
 OPEN_GATE = 1.2784645427610738
-"""Bias at which SiLU is 1."""
+"""Input at which SiLU is 1. As the bias of a gate with zero weights, it leaves the output unchanged."""
 
 
 def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:

@@ -12,7 +12,7 @@ from mhla_kernels.blocks import is_dynamic, on_device
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.attention.layout import BlockLayout, LayoutTables
+from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 from lightning_mhla.attention.sequence import SequenceShare
 
 
@@ -39,7 +39,11 @@ class Rotary(NamedTuple):
 
 
 def rotary_frequencies(width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
-    """Return the angle per token of each pair i of the features of a head, ``base^(-2 i / width)``, ``[width / 2]`` float64."""
+    """Return the rotation angle per token, in radians, of each pair of a head's features.
+
+    The angle of pair i is ``base^(-2 i / width)``, where ``width`` is the number of features. The result is ``[width / 2]``
+    float64.
+    """
     return base ** -(torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
 
 
@@ -125,7 +129,7 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """Limit on the positions in rotary position embedding: queries and keys at later ones are rotated back to the last one.
+    """Limit on rotary positions. Queries and keys at later positions are rotated back to the last position within the limit.
 
     A model that was trained on texts of up to L tokens has never seen a query or key at a later position, or a token at a
     larger distance. StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache for the same reason.
@@ -142,7 +146,7 @@ class PositionLimit:
     def apply(
         self, *tensors: Tensor, lengths: Sequence[int] = (), cu_seqlens: Tensor | Sequence[int] | None = None
     ) -> tuple[Tensor, ...]:
-        """Rotate queries or keys at positions beyond the limit back to its last position. Others do not change.
+        """Rotate queries or keys at positions beyond the limit back to the last position within it. Others do not change.
 
         Args:
             tensors: queries or keys after rotary embedding, ``[B, N, H, D]`` each.
@@ -170,7 +174,7 @@ class PositionLimit:
 class SequenceRotary:
     """Source of a layer's rotary angles for sequences.
 
-    The angles are those that the caller provides. If there are none, they are computed from the positions of the tokens.
+    Angles that the caller provides take precedence. Without them, angles are computed from the positions of the tokens.
 
     Attributes:
         width: width of a key.
@@ -230,7 +234,7 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the rotary angles of all tokens of a 2-D layout, one block of tokens after the other.
+        """Compute the rotary angles of all tokens of a 2-D layout, in block order.
 
         Args:
             layout: token grid and its partition into blocks.
@@ -247,7 +251,7 @@ class GridRotary(LayoutTables):
         return {"cos": angles.cos, "sin": angles.sin}
 
     def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
-        """Return the rotary angles of all tokens of the layout, one block of tokens after the other.
+        """Return the rotary angles of all tokens of the layout, in block order.
 
         Args:
             x: tokens; the angles are moved to their device.
@@ -255,6 +259,18 @@ class GridRotary(LayoutTables):
         """
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)
+
+    def of_placement(self, placement: Placement, device: torch.device) -> Rotary:
+        """Compute the rotary angles of all tokens of a 2-D layout that is used for one call only.
+
+        Args:
+            placement: the layout, and the permutation of its tokens into the order in which attention processes them.
+            device: device of the angles.
+        """
+        height, width = placement.layout.grid
+        angles = grid_angles((height, width), self.width, self.base)
+        angles = angles._replace(cos=angles.cos.to(device), sin=angles.sin.to(device))
+        return angles if placement.order is None else angles.select(placement.order)
 
 
 def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool = True) -> SequenceRotary | GridRotary:

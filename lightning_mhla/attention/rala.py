@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,7 @@ from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.summaries import EPS
 
 FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting", "output_norm")
-"""Options of :class:`AttentionConfig` that rala and mala do not leave to the user."""
+"""Options of :class:`AttentionConfig` that the kinds rala and mala ignore, because their values are fixed."""
 
 
 class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
@@ -36,18 +35,18 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
+    fixed: ClassVar[dict[str, Any]] = {
+        "normalize": True,
+        "feature_map": "elu",
+        "normalize_before_rotary": True,
+        "key_weighting": True,
+    }
     block_causal = False
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
         if options.get("causal"):
             raise ValueError("attention kind 'rala' sees every token; choose another for causal attention")
-        fixed: dict[str, Any] = {
-            "normalize": True,
-            "feature_map": "elu",
-            "normalize_before_rotary": True,
-            "key_weighting": True,
-        }
-        super().__init__(dim, heads, layout, replace(config, **fixed), **options)
+        super().__init__(dim, heads, layout, config, **options)
 
     @override
     def normalizer_eps(self, inputs: AttentionInputs) -> float:

@@ -283,8 +283,9 @@ class RecurrentAttention(Attention):
     def open_gate(self) -> None:
         """Initialize the parts that pretrained weights do not include: gate, ``lepe``, short convolution and decays.
 
-        Gate, ``lepe`` (a convolution of the values) and short convolution initially leave the output unchanged. The parameters
-        of the decays are drawn from a fixed seed, so that they are the same on all machines.
+        Gate and ``lepe`` (a convolution of the values) initially leave the output unchanged. The short convolution initially
+        passes its input on to the SiLU that follows it. The parameters of the decays are drawn from a fixed seed, so that they
+        are the same on all machines.
 
         Raises:
             ValueError: if the gate has no bias.

@@ -1,4 +1,4 @@
-"""Masks, token orders and bounds of padded or packed sequences, as transformers represents them."""
+"""Masks, token orders and bounds of padded or packed sequences, in the format of Hugging Face's transformers."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.sequence import SequenceShare
+from lightning_mhla.recurrence.chunks import check_bounds
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         if inputs.share is not None:
             return self._attend_shared(q, k, v, inputs.share)
         if cu_seqlens is not None:
-            bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+            bounds = check_bounds(cu_seqlens, q)
             parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
             return torch.cat([self._attend_row(q[:, part], k[:, part], v[:, part], None) for part in parts], 1)
         return hide_rows(self._attend_row(q, k, v, key_mask), key_mask)

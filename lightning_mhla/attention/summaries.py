@@ -21,7 +21,7 @@ from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 
 EPS, SANA_EPS = 1e-6, 1e-15
-"""Terms added to the normalizer: the operator's own, and that of diffusers' ``SanaLinearAttnProcessor2_0``."""
+"""Constants added to the normalizer: the default, and the one in diffusers' ``SanaLinearAttnProcessor2_0``."""
 
 
 class SummaryAttention(Attention):
@@ -38,9 +38,9 @@ class SummaryAttention(Attention):
         super().__init__(dim, heads, layout, config, **options)
         if self.causal:
             for name in ("key_weighting", "normalize_before_rotary"):
-                if getattr(config, name):
+                if getattr(self.config, name):
                     raise ValueError(f"{name} is for attention that sees every token; leave it out of causal attention")
-        self.features = LearnedFeatures(heads, self.key_width) if config.feature_map == "learned" else None
+        self.features = LearnedFeatures(heads, self.key_width) if self.config.feature_map == "learned" else None
 
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
         """Return the mixing coefficients, and keyword arguments that describe the blocks.
@@ -119,7 +119,7 @@ class SummaryAttention(Attention):
             tokens: number of tokens of the sequence.
             chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional and
                 block-causal attention.
-            mixed: number of weighted summaries that mixing adds up in each head, for all blocks of the sequence together.
+            mixed: number of weighted summaries that are added up in each head, in total over all blocks of the sequence.
         """
         width = self.key_width if self.features is None else 2 * self.key_width
         summary = width * self.value_width

@@ -1,4 +1,4 @@
-"""MHLA with a softmax window: softmax attention to near tokens, mixed summaries of distant blocks, a common normalizer."""
+"""MHLA with a softmax window: softmax attention to near tokens and mixed summaries of distant blocks, normalized together."""
 
 from __future__ import annotations
 
@@ -50,11 +50,12 @@ class WindowOptions:
     """Options of attention kind ``"mhla_window"``.
 
     Args:
-        far_init: number added to the logarithms of the factors on far tokens at the start of training. A negative number starts
-            closer to attention to near tokens only, and ``-.inf`` stays there.
+        far_init: number added to the initial logarithms of the factors that multiply the attention weights of far tokens (those
+            outside the softmax window). With a negative number, training starts closer to attention to near tokens only. With
+            ``-.inf``, attention is always to near tokens only.
         feature_positions: number of positions that features for far tokens distinguish by rotary embedding; tokens at later
             positions get the features of the last of these positions. With 1, features ignore positions. None for all
-            positions; such features are wrong beyond the length of the texts that trained them. Only for causal attention.
+            positions, which does not work beyond the length of the training texts. Only for causal attention.
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
             StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
             such as a class token, are always sinks.
@@ -78,11 +79,11 @@ class WindowOptions:
 
 
 class WindowedMHLA(MHLA, kind="mhla_window"):
-    """Softmax attention to near tokens, and MHLA to all others.
+    """Attention layer with softmax attention to near tokens and MHLA for all other tokens.
 
     In causal attention, the near tokens are in the current block and the previous one. Otherwise they are in the current block
     and in the blocks next to it, along each axis and diagonally. Sinks, the first tokens of a sequence or the prefix tokens of
-    an image, are near for every token; in attention to all tokens, sinks also attend to every token by softmax.
+    an image, are near for every token. In bidirectional attention, sinks also attend to every token by softmax.
 
     :func:`mhla_kernels.mhla_window_attention` computes the attention. The feature map is applied after rotary embedding.
     ``feature_map`` may be:
@@ -118,8 +119,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
         self.far = FarWeight(heads, start + self.options.far_init)
         self.context: PositionLimit | None = None
-        """Positions at which tokens see the sinks: those of the layout that the layer is built for. None without rotary
-        positions. A layer without projections gets them from the module that provides the projections."""
+        """Limit on the positions from which queries read the sinks: the length of the layout that the layer was built with.
+        None without rotary positions. In a layer without projections, the module that provides the projections sets it."""
         if isinstance(self.rotary, SequenceRotary) and self.projects:
             self.context = PositionLimit(self.rotary.frequencies, layout.num_tokens)
         if self.options.feature_positions and not self.causal:
@@ -143,7 +144,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
         They are the queries, keys and values, the features of queries and keys for far tokens (those outside the softmax
         window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens. In causal
-        attention, they also include the queries that read the sinks, if some tokens are beyond the context.
+        attention, they also include the queries that read the sinks, if some tokens are beyond the limit ``context``.
 
         Args:
             inputs: inputs of the attention.
@@ -177,6 +178,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         parts: dict[str, Any] = {**self._parts(inputs), "key_mask": inputs.key_mask}
         if self.causal:
             return mhla_window_attention(**parts, **self._blocks(), cu_seqlens=inputs.cu_seqlens)
+        if inputs.cu_seqlens is not None:
+            raise ValueError(
+                "attention kind 'mhla_window' takes cu_seqlens only in causal attention; pad the rows instead"
+            )
         mixing, blocks = self.coefficients(inputs.q, inputs.placement)
         layout = self.layout if inputs.placement is None else inputs.placement.layout
         if len(layout.grid) > 1 or layout.prefix_tokens:

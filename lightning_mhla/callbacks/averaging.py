@@ -32,10 +32,11 @@ class ExponentialMovingAverage(Callback):
         self._average: dict[str, Tensor] = {}
         self._updated = 0
         self._steps = 0
+        self._swapped = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the moving average that an earlier fit with this callback left behind."""
-        self._average, self._updated, self._steps = {}, 0, 0
+        self._average, self._updated, self._steps, self._swapped = {}, 0, 0, False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Initialize the average with a copy of the current weights, unless a checkpoint supplied the average."""
@@ -71,12 +72,17 @@ class ExponentialMovingAverage(Callback):
         """Restore the trained weights after validation."""
         self._swap(pl_module)
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Restore the trained weights if an exception interrupted a validation, before other callbacks save a checkpoint."""
+        if self._swapped:
+            self._swap(pl_module)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return, as a dict for the checkpoint, the optimizer step at which the average was last updated."""
+        """Return the optimizer step at which the average was last updated, for the checkpoint."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore from a checkpoint the optimizer step of the latest update of the average."""
+        """Restore the saved optimizer step at which the average was last updated."""
         self._updated = state_dict["latest_update_step"]
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -100,8 +106,8 @@ class ExponentialMovingAverage(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the average and the trained weights when a fit resumes.
 
-        Lightning has already loaded ``state_dict``, which holds the average, into the module. The method copies the average
-        from the module, and then loads the trained weights into the module.
+        When Lightning calls this method, the module already has the averaged weights from ``state_dict``. The method copies
+        them, and then loads the trained weights into the module.
         """
         if trainer.state.fn != "fit":
             return
@@ -125,6 +131,7 @@ class ExponentialMovingAverage(Callback):
             previous_averages = [tensor.clone() for tensor in averages]
             foreach_copy_(averages, weights)
             foreach_copy_(weights, previous_averages)
+            self._swapped = not self._swapped
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averaged weights and the module's current weights, as two lists of tensors in the same order.

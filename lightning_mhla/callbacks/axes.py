@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 
 LOG_DECADES = 2.5
-"""Length of a logarithmic axis in decades from which only powers of ten have ticks."""
+"""Minimum length, in decades, of a logarithmic axis that has ticks only at powers of ten."""
 
 
 class Axis:
-    """Axis of a plot.
+    """Axis of a plot, which converts values to pixel positions.
 
     Args:
         low: smallest value.
         high: largest value.
-        start: pixel of the lower end.
-        end: pixel of the upper end.
-        logarithmic: whether the axis is logarithmic; the values are then positive.
-        margin: share of the range that is added at both ends.
+        start: position of the lower end in pixels.
+        end: position of the upper end in pixels.
+        logarithmic: whether the axis is logarithmic, which requires positive values.
+        margin: share of the range that is added at each end.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Axis:
         return math.log10(value) if self.logarithmic else value
 
     def __call__(self, value: float) -> float:
-        """Return the pixel of a value."""
+        """Return the position of a value on the axis, in pixels."""
         return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:

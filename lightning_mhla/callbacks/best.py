@@ -1,7 +1,7 @@
 """Best checkpoints of a run: ModelCheckpoint callbacks choose them, and the ``Recovery`` callback writes them.
 
-A best checkpoint is a hard link to a state that ``Recovery`` saves. When a run resumes, the saved lists of best checkpoints are
-adapted to the current folders, so that a run can be moved.
+A best checkpoint is a hard link to a checkpoint that ``Recovery`` has saved. When a run resumes, the saved lists of best
+checkpoints are adapted to the current folders, so that a run can be moved.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Section of a report about a classifier: accuracy by class, confusion matrix and the worst mistakes.
+"""Report section about a classifier: its accuracy by class, its confusion matrix and its worst mistakes.
 
-The section is built from ``classes.json`` in the folder of the run. The callback of image classification writes that file; any
-other classifier may write one.
+The section is built from ``classes.json`` in the folder of the run. The callback for image classification writes this file, and
+other classifiers may write one too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.untrusted import read_json
 
 CLASSES = "classes.json"
-"""Name of the file, in the folder of a run, with the results by class. It has these entries:
+"""Name of the file with a classifier's results by class, in the folder of a run. The file has these entries:
 
 - ``step``: optimizer step of the validation;
 - ``names``: names of the classes, in the order of their labels;
@@ -26,19 +26,19 @@ CLASSES = "classes.json"
   predicted class), ``label_probability`` and ``picture``, a PNG file in base64."""
 
 MOST_CLASSES = 20
-"""Number of classes up to which the confusion matrix is shown, and number of classes in the table of accuracies."""
+"""Maximum number of classes for which a confusion matrix is shown, and maximum number of rows in the table of accuracies."""
 MOST_PAIRS = 10
-"""Number of confused pairs that are listed if there are too many classes for the matrix."""
+"""Maximum number of confused pairs of classes that are listed if there are too many classes for a confusion matrix."""
 
 
 def class_section(folder: Path) -> str:
-    """Return the section about classes as HTML; empty if the run has no results by class.
+    """Return the report section about a classifier as HTML; empty if the run has no results by class.
 
     Args:
-        folder: folder of the run, with :data:`CLASSES`.
+        folder: folder of the run. The results are read from its file ``classes.json``.
 
     Raises:
-        ValueError: if the file is broken.
+        ValueError: if the file exists but is not valid.
     """
     path = folder / CLASSES
     if not path.exists():
@@ -63,7 +63,7 @@ def class_section(folder: Path) -> str:
 
 
 def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return a table of classes with their accuracies, the lowest first."""
+    """Return an HTML table of classes with their accuracies, lowest first."""
     rows = []
     for label, row in counts.items():
         total = sum(row.values())
@@ -107,7 +107,7 @@ def _cell(count: int, total: int) -> str:
 
 
 def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return a table of the most frequent pairs of true and predicted class that differ."""
+    """Return an HTML table of the pairs of true and predicted classes that are confused most often."""
     pairs = [
         (count, label, predicted)
         for label, row in counts.items()

@@ -25,7 +25,7 @@ class SkipsParts(Protocol):
     """Protocol of callbacks that can report which parts of their output a run skipped."""
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return one sentence for each part of its output that the callback has skipped, with the reason."""
+        """Return one sentence for each skipped part of the callback's output, with the reason."""
 
 
 def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         Dict with ``model`` and ``data`` (class names), ``data_options`` (options of the data module that differ from their
         defaults, without secrets), ``attention`` (list of kinds, each with the number of layers and the options that differ
         from their defaults), ``network`` (class of the network), ``lr`` (peak learning rate or None), ``batch_size``,
-        ``hardware``, ``precision`` and ``usage`` (commands to use the model with, by purpose).
+        ``hardware``, ``precision`` and ``usage`` (commands that use the model, by purpose).
     """
     data = getattr(trainer, "datamodule", None)
     network = getattr(module, "network", None)
@@ -157,7 +157,7 @@ def _skipped_validation(trainer: Trainer, points: Mapping[str, list[tuple[int, f
 
 
 def _validation_period(trainer: Trainer) -> str:
-    """Return a clause that says why a run does not end with a validation, where possible with the option to change."""
+    """Return a clause that says why a run did not end with a validation and, if possible, which option to change."""
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if epochs is None or interval not in (1.0, None):
         unit = " of an epoch" if isinstance(interval, float) else ""

@@ -21,13 +21,17 @@ from lightning_mhla.system.torch_private import tree_leaves
 
 log = logging.getLogger(__name__)
 
+NOT_AGAIN = "in a gradient, but not again when the step was repeated"
+"""Cause that is reported if all values of the repeated step are finite."""
+
 
 class FiniteWatch(Callback):
     """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
     If one of them is NaN or infinite, the step is repeated with hooks that inspect the values of every module. Training then
-    stops or skips the step. The error or warning names the first module with a non-finite output or, in the backward pass, the
-    module where the gradient stops being finite. All processes make the same decision.
+    stops or skips the step, unless the gradients overflowed only because of the loss scale of 16-mixed precision. The error or
+    warning names the first module with a non-finite output or, in the backward pass, the module where the gradient stops being
+    finite. All processes make the same decision.
 
     Args:
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
@@ -89,6 +93,8 @@ class FiniteWatch(Callback):
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
         )
         cause = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
+        if cause == NOT_AGAIN and getattr(trainer.precision_plugin, "scaler", None) is not None:
+            return  # only the scaled gradients overflowed: with 16-mixed, the scaler skips the step and lowers its scale
         message = f"{problem} at step {trainer.global_step}: {cause}"
         if self.action == "stop" or "the weights hold" in cause:
             raise ValueError(
@@ -176,7 +182,7 @@ def _everywhere(where: str | None, processes: int) -> str:
     for rank, answer in enumerate(answers):
         if answer is not None:
             return f"{answer} (process {rank})" if processes > 1 else answer
-    return "in a gradient, but not again when the step was repeated"
+    return NOT_AGAIN
 
 
 def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:

@@ -35,6 +35,7 @@ class Forecast(Callback):
                 f"warm_up_steps={warm_up_steps} must be at least 0, and measured_steps={measured_steps} at least 1"
             )
         self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
+        self._paused = 0.0  # on_train_start is not called before a validation without training
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the number of parameters, the estimated memory per device and the number of steps."""

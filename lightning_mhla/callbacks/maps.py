@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PANEL = 2.3
-"""Width and height of a plot of a matrix in inches."""
+"""Width and height of the plot of one matrix, in inches."""
 
 
 def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:

@@ -1,7 +1,7 @@
 """Building blocks of the web pages that report on runs: style, document, figures and plots.
 
 A page is one file without scripts. It loads nothing from elsewhere: pictures are embedded, and curves are drawn as SVG. All
-functions escape the texts that they are given, except arguments that are named ``body`` or ``content``, which are HTML.
+functions escape their text arguments, except the argument ``body`` of :func:`document`, which is HTML.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
   .matrix td, .matrix th { padding: .1rem; min-width: 1.5rem; font-size: .85rem }
 }
 """
-"""Style of all pages, for light and dark screens and for phones."""
+"""Style sheet of all pages, for light and dark screens and for phones."""
 
 
 def document(title: str, body: str) -> str:
@@ -86,7 +86,7 @@ def document(title: str, body: str) -> str:
 
 
 def embedded(kind: str, content: bytes) -> str:
-    """Return the address of an embedded picture.
+    """Return a ``data:`` URL that embeds a picture in a page.
 
     Args:
         kind: MIME type of the picture, such as ``image/png``.
@@ -98,7 +98,7 @@ def embedded(kind: str, content: bytes) -> str:
 def picture(caption: str, kind: str, content: bytes, width: int, dark: bytes | None = None) -> str:
     """Return an embedded picture with a caption as an HTML figure.
 
-    On a phone, a picture is shown in at least half of its size, so that its texts stay readable. If it is then wider than the
+    On a phone, a picture is shown at no less than half its size, so that its text stays readable. If it is then wider than the
     screen, it scrolls inside the figure.
 
     Args:
@@ -117,7 +117,7 @@ def picture(caption: str, kind: str, content: bytes, width: int, dark: bytes | N
 
 
 class Curve(NamedTuple):
-    """Curve of a plot.
+    """Curve in a plot of a metric against the optimizer step.
 
     Attributes:
         name: name in the legend.
@@ -133,7 +133,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 210, 52, 34, 8, 12
 LONGEST_CURVE = 300
 """Number of points above which a curve is thinned by averaging neighbors."""
 LOG_RATIO = 50
-"""Ratio of the largest to the smallest value from which the value axis is logarithmic."""
+"""Ratio of the largest to the smallest value above which the value axis is logarithmic."""
 
 
 def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | None = None) -> str:
@@ -188,7 +188,7 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Average neighbors so that at most ``LONGEST_CURVE`` points remain. The last point is kept as it is."""
+    """Average neighboring points of a long curve, so that about ``LONGEST_CURVE`` remain. The last point stays unchanged."""
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:
         return list(points)

@@ -1,4 +1,4 @@
-"""Commands that a report suggests: use the model of a finished run, or resume one that is not finished."""
+"""Commands that a report suggests: those that use the model of a finished run, or the one that resumes an unfinished run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ USAGE = {
     "Score it on the validation data": "lightning validate {run}",
     "Export it for other programs": "lightning export {folder} exported",
 }
-"""Commands for the model of any run, by purpose. ``{run}`` is the option that names the run, ``{folder}`` its folder."""
+"""Commands for the model of any run, by purpose.
+
+``{run}`` stands for the option that names the run, and ``{folder}`` for its folder.
+"""
 
 
 class NextStep(NamedTuple):
@@ -32,12 +35,12 @@ def next_steps(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> li
     Args:
         folder: folder of the run.
         checkpoints: folder of the run's checkpoints.
-        record: record of the run. Its entry ``usage``, if any, maps purposes to commands of the model's domain, in the form of
-            :data:`USAGE`.
+        record: content of the run's ``run.json``. Its entry ``usage``, if any, maps purposes to commands for this kind of
+            model, in the form of :data:`USAGE`.
 
     Returns:
-        Commands, the most useful first. The list is empty if the run is not finished and cannot be resumed by a command, for
-        lack of a configuration.
+        Commands, the most useful first. The list is empty if no command can use or resume the run, because the run has no
+        ``config.yaml``.
     """
     name = _quoted(folder)
     has_run_dir = checkpoints.parent == folder and (folder / "lock").exists()

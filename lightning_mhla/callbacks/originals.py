@@ -14,7 +14,7 @@ ORIGINAL = "original"
 RECORD = "run.json"
 """Name of the file, in the folder of a run, that records its metrics and versions."""
 NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shards")
-"""Options of the data that do not change the samples of a validation."""
+"""Options of a data module that do not change its validation samples."""
 
 
 def original_scores(folder: Path) -> dict[str, float]:
@@ -77,7 +77,7 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _validated(data: Any) -> Any:
-    """Return the options of the data that determine the samples of a validation."""
+    """Return the class of a configured data module, and the options that determine its validation samples."""
     if not isinstance(data, Mapping):
         return data
     options = data.get("init_args") or {}

@@ -24,11 +24,14 @@ from lightning_mhla.system.numbers import plural, rounded
 
 PAGE = "report.html"
 LONGEST = 20_000
-"""Number of characters shown of a text file; the last ones are shown."""
+"""Maximum number of characters of a text file that a page shows. Only the end of a longer file is shown."""
 MAIN = ("accuracy", "bits_per_byte", "perplexity", "cosine", "loss")
-"""Metrics to show first, without prefix, if no checkpoint is selected by a metric."""
+"""Names, without prefix, of metrics that a page may show first, in order of preference.
+
+They are used if no metric selects checkpoints.
+"""
 LOSS = "train/loss"
-"""Metric that is shown in place of validation metrics if there are none."""
+"""Metric to show if a run has no validation metrics."""
 ATTENTION = ("attention", "mixing")
 """Names of the pictures that belong to the section about attention."""
 
@@ -103,7 +106,7 @@ def _finite(metrics: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tu
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    """Return a list of what was trained, in which size, how fast and on which machine."""
+    """Return an HTML list of facts about a run: its data, model, attention, options, time and hardware."""
     seconds, steps = record["seconds"], record["steps"]
     trained, parameters = record["trained_parameters"], record["parameters"]
     size = plural(parameters, "parameter") + ("" if trained == parameters else f", {trained:,} of them trained")
@@ -146,7 +149,11 @@ def _training(record: Mapping[str, Any]) -> str:
 
 
 def _main_metric(record: Mapping[str, Any]) -> str | None:
-    """Return the name of the metric to show first: the one that selects checkpoints or, if none does, the most telling one."""
+    """Return the name of the metric to show first, or None if there are no metrics.
+
+    This is the metric that selects checkpoints. If there is none, it is the first metric of ``MAIN`` that was recorded, or else
+    any metric.
+    """
     metrics = record["metrics"]
     if record["best"]:
         return record["best"]["metric"]
@@ -155,7 +162,7 @@ def _main_metric(record: Mapping[str, Any]) -> str | None:
 
 
 def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Return the main metric, its last and its best value, and its curve."""
+    """Return HTML with the last value, the best value and the curve of the main metric."""
     if main is None:
         losses = points.get(LOSS)
         last = f"<p>The last {LOSS} is {rounded(losses[-1][1])} at step {losses[-1][0]:,}.</p>" if losses else ""
@@ -209,7 +216,10 @@ def _classes(folder: Path) -> str:
 
 
 def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, float]]], main: str | None) -> str:
-    """Return plots of all metrics that change during the run. Metrics that differ only in their prefix share a plot."""
+    """Return an HTML section with plots of all metrics that change during the run, except the main metric.
+
+    Metrics whose names differ only in their prefix share a plot.
+    """
     plots = []
     for title, names in panels_of(points).items():
         if names == [main or LOSS]:
@@ -235,12 +245,12 @@ def _metrics(record: Mapping[str, Any]) -> str:
 
 
 def _pictures(folder: Path, title: str, drawn: bool) -> str:
-    """Return a section with the newest picture of each name, as HTML; empty if there is none.
+    """Return a section with the newest picture of each series, as HTML; empty if there are no pictures.
 
     Args:
         folder: folder of the run.
         title: title of the section.
-        drawn: True for pictures that the model drew, False for those of its attention.
+        drawn: True for pictures that the model generated, False for pictures of its attention.
     """
     newest = newest_pictures(folder / "pictures")
     figures = [_figure(path) for name, path in newest.items() if drawn != (Path(name).stem in ATTENTION)]
@@ -257,10 +267,10 @@ def _figure(path: Path) -> str:
 
 
 def _samples(folder: Path) -> list[str]:
-    """Return sections with the generated texts, the newest first. Older ones are folded."""
+    """Return HTML sections with the texts that the model generated, newest first. Texts of earlier steps are collapsed."""
     sections = []
     for path in sorted(folder.glob("samples*.md")):
-        blocks = _sample_blocks(_newest(path.read_text(errors="replace")))
+        blocks = _sample_blocks(_newest(path.read_text("utf-8", "replace")))
         if not blocks:
             continue
         (title, texts), *older = reversed(blocks)
@@ -274,7 +284,7 @@ def _samples(folder: Path) -> list[str]:
 
 
 def _newest(page: str) -> str:
-    """Return the last ``LONGEST`` characters of a page of samples, from the first heading of a step on."""
+    """Return the complete sections in the last ``LONGEST`` characters of a page of samples. A short page stays unchanged."""
     if len(page) <= LONGEST:
         return page
     # What is left of a section may begin inside a code block, whose closing fence would be taken for an opening one.
@@ -309,5 +319,5 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
 def _text(title: str, path: Path) -> list[str]:
     if not path.exists():
         return []
-    text = html.escape(path.read_text(errors="replace")[-LONGEST:])
+    text = html.escape(path.read_text("utf-8", "replace")[-LONGEST:])
     return [f"<h2>{title}</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"]

@@ -33,6 +33,11 @@ class PeriodicEvaluation(Callback):
         self.every_n_steps, self.at_end = every_n_steps, at_end
         self._evaluated = -1
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Discard the step at which an earlier fit with this callback was last evaluated."""
+        if stage == "fit":
+            self._evaluated = -1
+
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the current weights. Subclasses implement this method, and every process calls it."""
         raise NotImplementedError
@@ -78,7 +83,7 @@ class PeriodicEvaluation(Callback):
         return [f"No {type(self).__name__}: {period}{steps}, and at_end is false."]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
-        """Log metrics under a common prefix to every logger, and add them to the learning curves that a callback plots, if any.
+        """Log metrics under a common prefix to every logger, and add them to the curves of :class:`LearningCurves`, if present.
 
         Args:
             trainer: trainer of the run.

@@ -79,9 +79,14 @@ class AttentionPictures(Callback):
         sample: index of the sample in the first validation batch.
         max_tokens: maximum number of tokens of a layer. Layers with more tokens are skipped, because an attention matrix has an
             entry for each pair of tokens.
+
+    Raises:
+        ValueError: if ``every_n_epochs`` is less than 1, or ``sample`` is negative.
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
+        if every_n_epochs < 1 or sample < 0:
+            raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1, and sample={sample} at least 0")
         self.every_n_epochs, self.sample, self.max_tokens = every_n_epochs, sample, max_tokens
         self._period = 0
         self._drawn_step = -1
@@ -247,7 +252,7 @@ class AttentionPictures(Callback):
 
 
 def _shares_sequences(module: Any) -> bool:
-    """Return whether the processes split each sequence among them, so that none has a complete attention matrix."""
+    """Return whether the processes split each sequence among them, so that no process has a complete attention matrix."""
     return getattr(module, "sequence_group", None) is not None
 
 

@@ -1,6 +1,6 @@
 """Callback that saves checkpoints of a run regularly, on request of ModelCheckpoints, and when a signal stops the run.
 
-Longer than other modules: it is the only one that decides when a checkpoint is written and which one a run resumes from.
+All decisions about when a checkpoint is written, and which one a run resumes from, are made in this module.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from lightning_mhla.system.lightning_private import logged_step, logger_connector
 
 ROW = "row_to_log"
-"""Key of the checkpoint entry that holds the metrics and the number of its last step, which the loggers do not have yet."""
+"""Key of the checkpoint entry with the number and metrics of a step that was saved before it was logged."""
 
 
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Pictures that a run has stored: the newest of each series, read for embedding in a web page."""
+"""Functions that find the newest picture of each series in a folder, and read pictures to embed them in a web page."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class StoredPicture(NamedTuple):
     Attributes:
         kind: MIME type.
         content: bytes of the file.
-        dark: bytes of its variant for dark screens; None if there is none.
+        dark: bytes of the variant for dark screens; None if there is none.
         width: width in pixels.
-        description: text in the file that says what it shows; empty if there is none.
+        description: text, stored in the file, that says what the picture shows; empty if there is none.
     """
 
     kind: str
@@ -49,7 +49,7 @@ def newest_pictures(folder: Path) -> dict[str, Path]:
 
 
 def step_of(path: Path | None) -> int:
-    """Return the optimizer step in the name of a picture; -1 without one."""
+    """Return the optimizer step in the name of a picture, or -1 if the name has no step or the path is None."""
     match = re.search(r"step(\d{1,18})", path.stem if path is not None else "")
     return int(match[1]) if match else -1
 

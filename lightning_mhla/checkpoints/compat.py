@@ -20,7 +20,7 @@ from lightning_mhla.system.redaction import redacted
 log = logging.getLogger(__name__)
 
 ATTENTION_OPTIONS = ("kind", "block_grid", "block_size", "key_block_size", "key_tokens")
-"""Attention options on which the weights depend; those of blocks are compared for mhla only."""
+"""Attention options on which the weights depend. All of them except ``kind`` are compared only for the kind ``mhla``."""
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:

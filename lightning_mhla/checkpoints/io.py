@@ -18,6 +18,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 from lightning_mhla.checkpoints.sharded import check_sharded, is_sharded, load_rest
+from lightning_mhla.checkpoints.weights import LIVE
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import BROKEN, reason
@@ -25,14 +26,14 @@ from lightning_mhla.system.untrusted import BROKEN, reason
 log = logging.getLogger(__name__)
 
 CHECKPOINTS, RECOVERY, LAST = "checkpoints", "recovery", "last.ckpt"
-"""Names of a run's folder of checkpoints, of the folder in it with recovery checkpoints, and of the latest checkpoint."""
+"""Names of a run's checkpoint folder, of its subfolder with recovery checkpoints, and of the latest checkpoint."""
 
 READ_FROM = "read_from"
-"""Name of the entry with the path of a checkpoint, which is added when the checkpoint is read."""
+"""Name of the entry with the path of a checkpoint. The entry is added when the checkpoint is read."""
 
 
 OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
-"""Names of the entries of a checkpoint that hold options of the user."""
+"""Names of the checkpoint entries that hold the user's options."""
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
@@ -197,12 +198,12 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
     kinds: dict[str, type] = {
         "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
         "optimizer_states": list, "lr_schedulers": list, "epoch": int, "global_step": int,
-        "pytorch-lightning_version": str,
+        "pytorch-lightning_version": str, "state_dict": dict, LIVE: dict,
     }  # fmt: skip
     for name, kind in kinds.items():
         if name in content and not isinstance(content[name], kind):
             raise ValueError(f"{path}: its {name} is a {type(content[name]).__name__}, not a {kind.__name__}")
-    for name in ("state_dict", "current_model_state"):
+    for name in ("state_dict", LIVE):
         for key, value in content.get(name, {}).items():
             plain = isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta
             if not isinstance(key, str) or not plain:

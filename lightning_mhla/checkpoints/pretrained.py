@@ -28,7 +28,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 log = logging.getLogger(__name__)
 
 COMMON = ("qkv.", "proj.")
-"""Parts of an attention layer that every kind has.
+"""Name prefixes of the parts that every kind of attention layer has.
 
 Other parts keep their initial values if the pretrained model lacks them or has them in a different size.
 """
@@ -137,7 +137,7 @@ def adopt(
     heads: Sequence[str] = (),
     positions: Sequence[str] = (),
 ) -> Report:
-    """Load pretrained weights into a model of the same width and depth, and log the outcome for each tensor.
+    """Load pretrained weights into a model of the same width and depth, and log which tensors were loaded.
 
     Args:
         network: model to load the weights into, changed in place.

@@ -32,13 +32,13 @@ from lightning_mhla.system.processes import process_ranks
 log = logging.getLogger(__name__)
 
 LOCK, CONFIG = "lock", "config.yaml"
-"""Names of files in a run folder: the lock, which also marks the folder, and the configuration of the first start."""
+"""Names of files in a run folder: the lock, which also marks it as a run folder, and the configuration of the first start."""
 
 WRITTEN_BY_LIGHTNING = "# lightning"
 """Prefix of the first line of a configuration that Lightning's command line wrote."""
 
 LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevents\..+")
-"""Names of files that Lightning and its loggers write before the first step."""
+"""Pattern of the names of files that Lightning and its loggers write before the first step."""
 
 STARTED = time.time() - 1
 """Approximate start time of this process in seconds since the epoch, one second early because file systems round times."""
@@ -55,10 +55,10 @@ BEFORE = re.compile(
     """,
     re.VERBOSE | re.IGNORECASE,
 )
-"""Names of files that a folder may contain before its run starts."""
+"""Pattern of the names of files that a folder may contain before a run starts in it."""
 
 WAIT_AFTER_REQUEUE = 120.0
-"""Seconds that a requeued job waits for the lock. File servers release the locks of a dead node after 90."""
+"""Seconds that a requeued job waits for the lock, because file servers release the locks of a dead node after 90 s."""
 
 
 class RunFolder:

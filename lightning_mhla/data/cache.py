@@ -37,14 +37,14 @@ from lightning_mhla.data.remote import (
     remote_size,
     side_files,
 )
-from lightning_mhla.data.source import ShardUnavailableError
+from lightning_mhla.data.source import LargerFileError, ShardUnavailableError
 from lightning_mhla.data.tables import INDEX, MemberTable, TarCheck, read_table, scan_shard, table_bytes, table_file
 from lightning_mhla.system.files import written_whole
 
 log = logging.getLogger(__name__)
 
 WAIT, PATIENCE = 0.05, 600.0
-"""Polling interval on a full disk, and timeout, in seconds."""
+"""Polling interval while the cache has no room, and timeout, in seconds."""
 
 
 class ShardCache:
@@ -250,10 +250,23 @@ class ShardCache:
                 download(url, sink, size, stop, make_check=partial(TarCheck, url))
             except FileNotFoundError as error:
                 raise ShardUnavailableError(f"{url} no longer exists; it did when its member table was read") from error
+            except LargerFileError as error:
+                raise self._resized(path, str(error)) from error
             if sink.tell() < size:
-                raise ShardUnavailableError(f"{url} has {sink.tell()} bytes, not the expected {size}")
+                raise self._resized(path, f"{url} has {sink.tell()} bytes, not the expected {size}")
         self._check_table(path)
         return True
+
+    def _resized(self, path: Path, problem: str) -> ShardUnavailableError:
+        """Delete the saved table of a shard whose size has changed on the server, and return the error to raise.
+
+        Args:
+            path: path of the shard in the cache.
+            problem: description of the two sizes, for the error message.
+        """
+        with self._changing():  # the next run reads the table, and with it the size, from the server again
+            table_file(path).unlink(missing_ok=True)
+        return ShardUnavailableError(f"{problem}; it has changed on the server; start again")
 
     def _check_table(self, path: Path) -> None:
         """Check that a downloaded shard matches the saved table of its files; if not, replace the table and raise an error.

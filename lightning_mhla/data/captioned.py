@@ -1,6 +1,6 @@
 """Readers of files, such as images or video clips, in shards or in a folder, with captions or without.
 
-Longer than other modules, because the rules for captions are the same in folders and in shards.
+This module is longer than others because the rules for captions are the same in folders and in shards.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SampleFiles:
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Return the name of a sample within its folder or shards, which does not depend on where they are."""
+        """Return the name of a sample within its folder or shards. The name stays the same if the data is moved."""
         raise NotImplementedError
 
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
@@ -81,7 +81,7 @@ class SampleFiles:
 class CaptionedFiles(SampleFiles):
     """Base class of readers that return captioned files, such as images or video clips, by sample index.
 
-    A sample consists of a file and one or more captions, which may be stored in a separate file. Subclasses read samples from
+    A sample consists of a file and one or more captions, which are stored outside of this file. Subclasses read samples from
     shards or from a folder.
     """
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_mhla.data.lines import read_text
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.listing import shown, visible_folders, without_controls
 
@@ -17,7 +18,7 @@ MOST_CLASSES = 1 << 24
 """Maximum number of classes of a data set."""
 
 LARGEST_LIST = 1 << 26
-"""Maximum size of a ``PREFIX-classes.txt``, in bytes."""
+"""Maximum size in bytes of the file ``PREFIX-classes.txt``, which lists class names."""
 
 
 def check_count(num_classes: int) -> int:
@@ -46,13 +47,13 @@ def read_classes(file: Path) -> list[str] | None:
         Class names in the order of their labels, 0 for the first line; None if the file does not exist.
 
     Raises:
-        ValueError: if a name occurs twice, or the file is larger than 64 MiB.
+        ValueError: if a name occurs twice, the file is larger than 64 MiB, or it is not text in UTF-8, UTF-16 or UTF-32.
     """
     if not file.is_file():
         return None
     if (size := file.stat().st_size) > LARGEST_LIST:
         raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write one name per line")
-    names = file.read_text(encoding="utf-8").split("\n")
+    names = read_text(file).split("\n")
     names = names[:-1] if names and not names[-1] else names
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)

@@ -40,7 +40,7 @@ ORIENTATION = 0x0112
 """EXIF tag of the orientation, whose values 5 to 8 swap height and width."""
 
 CLASSES = "classes.txt"
-"""Ending of the name of the file, beside the shards with one prefix, that lists their classes, one per line."""
+"""Ending of the file name ``PREFIX-classes.txt``. The file lists the classes of the shards ``PREFIX-*.tar``, one per line."""
 
 Transform = Callable[[Image.Image], Tensor]
 

@@ -78,7 +78,7 @@ SIGNATURES = (
 """Signatures of files that are not text, their names, and remedies."""
 
 PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
-"""Signatures that a text may begin with; they count only if the first bytes of the file are not ASCII text."""
+"""Signatures that a text file may begin with, too; they count only if the first bytes of the file are not ASCII text."""
 
 
 class NotTextError(ValueError):

@@ -110,7 +110,7 @@ class ShardSets:
 
 
 TRAINED = "batches_trained"
-"""Key of the number of trained batches in a checkpoint's data state."""
+"""Key under which the state of a data module in a checkpoint holds the number of batches trained on."""
 
 
 def batches_trained(trainer: Trainer) -> int:

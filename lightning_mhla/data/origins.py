@@ -5,7 +5,7 @@ sample or source file. ``PREFIX-manifest.json`` contains only the options, for p
 size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
 With the digest, copies and files that were rewritten with the same content also count as unchanged.
 
-Longer than other modules: the records are written, compared and explained to the user in one place.
+This module is longer than others because the records are written, compared and explained to the user in one place.
 """
 
 from __future__ import annotations

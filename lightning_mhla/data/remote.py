@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import fsspec
 from mhla_kernels.own_files import check_own
 
-from lightning_mhla.data.source import BrokenContentError, ShardUnavailableError
+from lightning_mhla.data.source import BrokenContentError, LargerFileError, ShardUnavailableError
 from lightning_mhla.system.redaction import check_secrets
 from lightning_mhla.system.untrusted import reason
 
@@ -35,7 +35,7 @@ SCHEMES = ("http", "https", "s3", "gs", "hf")
 HTTP = ("http", "https")
 
 ATTEMPTS, FIRST_ATTEMPTS = 8, 4
-"""Number of consecutive attempts without progress before a download fails, in training and at the start."""
+"""Number of consecutive attempts without progress before a download fails: by default, and for class lists and file sizes."""
 
 PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """Pause after the first attempt in seconds, doubled after each further one, and its maximum."""
@@ -248,7 +248,7 @@ class Download:
         begun, brought = time.monotonic(), 0
         while chunk := source.read(CHUNK):
             if self.sink.tell() + len(chunk) > self.most:
-                raise ShardUnavailableError(f"{self.url} has more than the expected {self.most} bytes")
+                raise LargerFileError(f"{self.url} has more than the expected {self.most} bytes")
             self.check(chunk)
             try:
                 self.sink.write(chunk)

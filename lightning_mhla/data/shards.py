@@ -60,10 +60,12 @@ def find_shards(
         Local paths of the shards, in the order of the locations. With ``streamed``, remote shards do not exist there yet.
 
     Raises:
-        FileNotFoundError: if a folder, path or pattern matches no shard.
+        FileNotFoundError: if a folder, path or pattern matches no shard, or the list of locations is empty.
         ValueError: if the scheme of a URL is not allowed, or braces cannot be expanded.
     """
     names = [where] if isinstance(where, str) else list(where)
+    if not names:
+        raise FileNotFoundError("the list of locations of shards is empty; give a folder, a pattern or URLs")
     expanded = [part for name in names for part in expand_braces(str(name))]
     remote = [name for name in expanded if url_scheme(name)]
     folder = (cache or default_cache()) / "shards"
@@ -131,7 +133,8 @@ def _local(name: str) -> list[Path]:
     elif path.is_file():
         shards = [path]
     else:
-        shards = sorted(path.parent.glob(path.name)) if any(c in path.name for c in "*?[") else []
+        matches = path.parent.glob(path.name) if any(c in path.name for c in "*?[") else ()
+        shards = sorted(file for file in matches if is_visible(file.name))
     if not shards:
         problem = "holds no *.tar files" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
@@ -213,7 +216,7 @@ class ShardReader:
         return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(index)}"
 
     def name(self, index: int) -> str:
-        """Return the file name of a sample's shard, and its key."""
+        """Return the name of a sample, which consists of the file name of its shard and the sample's key."""
         shard, _ = self._find(index)
         return f"{Path(self.shards[shard]).name}: {self._sample(index)}"
 

@@ -20,6 +20,10 @@ class ShardUnavailableError(OSError):
     """
 
 
+class LargerFileError(ShardUnavailableError):
+    """Raised for a remote file that is larger than permitted."""
+
+
 LARGEST_SAMPLE = 1 << 30
 """Maximum size in bytes of a sample's file, which is read into memory at once."""
 

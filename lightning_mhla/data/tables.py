@@ -44,7 +44,7 @@ PARSING = threading.Lock()
 (python/cpython #106905)."""
 
 INDEX = ".index.npz"
-"""Suffix of the file beside a shard that contains its member table."""
+"""Suffix of the file beside a shard that contains the table of the files in the shard."""
 
 
 def default_cache() -> Path:

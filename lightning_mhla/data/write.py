@@ -98,6 +98,8 @@ class Preparation:
         force: bool = False,
         share: tuple[int, int] = (0, 1),
     ) -> None:
+        if per_shard is not None:
+            check_per_shard(per_shard)  # here as well, because force deletes the existing shards before any are written
         self.shards, self.options, self.origins, self.per_shard = ShardSet(folder, prefix), options, origins, per_shard
         self.skipped, self.force, self.share = Skipped(max_skipped), force, share
         self.order: list[int | None] = []
@@ -251,6 +253,16 @@ def write_shards(
     return paths
 
 
+def check_per_shard(per_shard: int) -> None:
+    """Check that the number of samples in a shard is positive.
+
+    Raises:
+        ValueError: if the number is below 1.
+    """
+    if per_shard < 1:
+        raise ValueError(f"per_shard={per_shard} must be at least 1, the number of samples in a shard")
+
+
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:
     """Divide consecutively numbered samples among shards.
 
@@ -264,6 +276,7 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
     Returns:
         List of pairs: path of a shard, such as ``folder/prefix-00000.tar``, and range of its sample numbers.
     """
+    check_per_shard(per_shard)
     starts = range(0, count, per_shard)
     return [
         (folder / f"{prefix}-{number:0{digits}d}.tar", range(start, min(start + per_shard, count)))

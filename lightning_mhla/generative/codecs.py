@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 8
-"""Number of images that a VAE processes at once. Its activations are far larger than the images."""
+"""Number of images that a VAE processes at once, which limits the memory for its activations."""
 
 
 class FrozenVAE:
@@ -211,7 +211,7 @@ class ClipCodec(FrozenVAE):
 
 
 def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> Tensor:
-    """Draw latents from normal distributions with the given means and standard deviations, and multiply them by ``scale``.
+    """Draw latents from normal distributions with the given means and standard deviations, and multiply them by a factor.
 
     Args:
         moments: means followed by standard deviations along the channel axis, ``[..., 2 * C, s, s]`` for C channels and latents

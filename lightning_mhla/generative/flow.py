@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
@@ -32,6 +32,8 @@ class FlowConfig:
     caption_dropout: float = 0.1
 
     def __post_init__(self) -> None:
+        if self.times not in get_args(FlowTimes):
+            raise ValueError(f"flow.times={self.times!r} is not one of {', '.join(get_args(FlowTimes))}")
         if not 0 <= self.caption_dropout < 1:
             raise ValueError(f"flow.caption_dropout={self.caption_dropout} must be at least 0 and below 1")
         if self.shift <= 0:

@@ -56,8 +56,8 @@ class SampleWriter(Callback):
         self._folder = run_folder(trainer)
         loaders: Any = trainer.predict_dataloaders
         self._count = len(loaders.source)
+        (self._folder / "samples").mkdir(parents=True, exist_ok=True)  # on every machine: a folder may be local
         if trainer.is_global_zero:
-            (self._folder / "samples").mkdir(parents=True, exist_ok=True)
             earlier = [path for path in (self._folder / "samples").iterdir() if NAME.fullmatch(path.name)]
             for path in (*earlier, *self._arrays()):
                 path.unlink(missing_ok=True)

@@ -18,7 +18,7 @@ from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 @contextmanager
 def read_safely(path: str | Path) -> Iterator[None]:
-    """Context manager that turns errors from reading a damaged or malicious file into a ValueError that names the file.
+    """Context manager that converts errors from reading a damaged or malicious file to a ValueError that names the file.
 
     Args:
         path: path of the file, for the error message.
@@ -46,7 +46,8 @@ def read_weights_file(
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
-        ValueError: if the file contains no weights, or if it contains other entries too and ``mixed`` is false.
+        ValueError: if the file contains no weights, or if it also contains other entries and ``mixed`` is false. Damaged files
+            raise errors of their libraries, which :func:`read_safely` converts to ValueError.
     """
     if path.suffix == ".safetensors":
         return load_file(path)

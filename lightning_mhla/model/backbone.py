@@ -54,7 +54,7 @@ class Backbone(LayoutTables):
         value_width: width of a value; None for ``dim // heads``.
 
     Raises:
-        ValueError: if the number of configurations is not ``depth``.
+        ValueError: if the number of configurations is not ``depth``, or if layers need different attention blocks.
     """
 
     order: Tensor | None
@@ -147,7 +147,7 @@ class Backbone(LayoutTables):
                 sequences.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to count the tokens of each sequence.
             states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each in raster
-                order; None to skip this.
+                order; None to append nothing.
 
         Returns:
             Output tokens ``[B, N, dim]`` in raster order.
@@ -191,8 +191,8 @@ class Backbone(LayoutTables):
             cache: states of the earlier tokens, updated in place.
             counts: number of tokens in each row that are not padding.
             positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None for those that follow the cache.
-            states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each; None to skip
-                this.
+            states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each; None to
+                append nothing.
 
         Returns:
             Output tokens, ``[B, N, dim]``.

@@ -54,7 +54,7 @@ class Block(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        layout: arrangement of the tokens in a grid, and in the groups that attention works with (attention blocks).
+        layout: token grid and its partition into attention blocks, the groups of tokens that attention works with.
         attention: configuration of the self-attention.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
@@ -72,6 +72,9 @@ class Block(nn.Module):
         value_width: width of a value; None for ``dim // heads``.
         block_ordered: whether tokens come in block order, in which the tokens of each attention block are contiguous, instead
             of raster order.
+
+    Raises:
+        ValueError: if ``mlp`` or ``norm`` is unknown, or if the attention does not support the layout or the widths.
     """
 
     def __init__(
@@ -111,6 +114,8 @@ class Block(nn.Module):
             value_width=value_width,
         )
         self.norm2 = make_norm(norm, dim, affine, mlp_norm_eps)
+        if mlp not in MLPS:
+            raise ValueError(f"mlp={mlp!r} is not one of {', '.join(map(repr, MLPS))}")
         self.mlp = MLPS[mlp](dim, round(dim * mlp_ratio), bias=bias)
         self.drop_path = DropPath(drop_path)
         self.drops = drop_path > 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Shape = tuple[int, int, int]
-"""Width, depth and number of heads."""
+"""Width, depth and number of heads of a model."""
 
 
 def model_shape(
@@ -42,7 +42,7 @@ def both_sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
         size: side of a square, or height and width.
 
     Raises:
-        ValueError: if there are more than two values, or a value is below 1.
+        ValueError: if a list does not have two values, or if a value is below 1.
     """
     sides = [size, size] if isinstance(size, int) else list(size)
     if len(sides) != 2 or min(sides) < 1:

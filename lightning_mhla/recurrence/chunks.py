@@ -90,18 +90,30 @@ def check(
         raise ValueError(
             f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
         )
-    bounds = None
-    if cu_seqlens is not None:
-        bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
-        if len(q) != 1:
-            raise ValueError(f"cu_seqlens needs a batch of one row, but q has {len(q)} rows")
-        rising = len(bounds) > 1 and all(start <= end for start, end in pairwise(bounds))
-        if not rising or bounds[0] != 0 or bounds[-1] != q.shape[1]:
-            raise ValueError(f"cu_seqlens={bounds} must rise from 0 to the number of tokens, {q.shape[1]}")
+    bounds = None if cu_seqlens is None else check_bounds(cu_seqlens, q)
     rows = len(q) if bounds is None else len(bounds) - 1
     state_shape = (rows, q.shape[2], q.shape[3], v.shape[3])
     if initial_state is not None and initial_state.shape != state_shape:
         raise ValueError(f"initial_state must be {list(state_shape)}; got {list(initial_state.shape)}")
+    return bounds
+
+
+def check_bounds(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> list[int]:
+    """Check the bounds of packed sequences, and return them as a list of integers.
+
+    Args:
+        cu_seqlens: index of the first token of each packed sequence, followed by N.
+        q: queries, ``[B, N, H, Dk]``.
+
+    Raises:
+        ValueError: if the bounds do not rise from 0 to N, or if B is not 1.
+    """
+    bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    if len(q) != 1:
+        raise ValueError(f"cu_seqlens needs a batch of one row, but q has {len(q)} rows")
+    rising = len(bounds) > 1 and all(start <= end for start, end in pairwise(bounds))
+    if not rising or bounds[0] != 0 or bounds[-1] != q.shape[1]:
+        raise ValueError(f"cu_seqlens={bounds} must rise from 0 to the number of tokens, {q.shape[1]}")
     return bounds
 
 

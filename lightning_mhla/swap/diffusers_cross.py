@@ -52,17 +52,17 @@ TEXT_BLOCK = 16
 """Default number of tokens in a block of the text, few enough to tell the parts of a short caption apart."""
 
 TEXT_TOKENS = 512
-"""Default number of tokens that dense coefficients cover: no text encoder of a supported model gives more."""
+"""Default number of text tokens that dense mixing coefficients cover; text encoders of supported models do not exceed it."""
 
 TEXTS = 4
-"""Number of texts whose summaries are stored while samples are drawn: guidance calls a model with two or three in turn."""
+"""Number of texts whose summaries are stored during sampling. Guidance calls a model with two or three texts in turn."""
 
 
 class TextMemory:
-    """Texts that the layers of a model have read, with the key-value summaries of each layer.
+    """Memory of the last texts that cross-attention layers have read, with the key-value summaries of each layer.
 
-    A text is recognized by its values, since a model encodes it again in every step. The values are copied, because a caller
-    may write a different text to the same tensor.
+    A text is recognized by its values, because a model projects the same encoded text to new tensors in every step. The values
+    are copied, because a caller may write a different text to the same tensor.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class TextMemory:
     def read(
         self, attention: CrossAttention, context: Tensor, real: Tensor | None, projections: CrossProjections
     ) -> ContextSummaries:
-        """Return the summaries of a text for one layer, which are computed the first time.
+        """Return the key-value summaries of a text for one layer. They are computed only if they are not stored yet.
 
         Args:
-            attention: the layer.
-            context: encoded text, ``[B, Nk, C']``.
-            real: mask of tokens that are not padding, ``[B, Nk]`` bool, padding last; None without padding.
+            attention: cross-attention of the layer.
+            context: encoded text, ``[B, Nk, C']`` for B rows of Nk tokens of width C'.
+            real: ``[B, Nk]`` bool, False for padding, which is at the end of each row; None if no token is padding.
             projections: projections of the layer.
         """
         same = (layers for text, mask, layers in self.texts if _equal(text, context) and _equal(mask, real))
@@ -96,12 +96,12 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 @contextmanager
 def read_texts_once(model: nn.Module) -> Iterator[None]:
-    """Context manager in which swapped cross-attention of a diffusers model reads the keys of each text once, for sampling.
+    """Context manager that speeds up sampling: replaced cross-attention reads the keys of each text only once.
 
-    All denoising steps then read the key-value summaries of the first step, with the same outputs up to rounding. The weights
-    of the model must not change inside the context. Only for passes without gradients on a CPU, outside of compiled graphs:
-    fused kernels read keys, not summaries. A model without swapped cross-attention does not change. A context inside of another
-    one has texts of its own, and the outer one continues with its texts afterwards.
+    All denoising steps use the key-value summaries of the first step, with the same outputs up to rounding. The weights of the
+    model must not change inside the context. The context has an effect only in passes on a CPU, without gradients and outside
+    of compiled graphs, because fused kernels read keys instead of summaries. A model whose cross-attention was not replaced
+    does not change. Contexts may be nested: an inner context stores its own texts.
 
     Args:
         model: diffusers transformer.
@@ -122,7 +122,7 @@ class SwappedCrossAttention(GridProcessor):
 
     attention: CrossAttention
     memory: TextMemory | None = None
-    """Texts that were read before, inside of :func:`read_texts_once`."""
+    """Texts that were read earlier inside :func:`read_texts_once`; None outside of it."""
 
     def __call__(
         self,
@@ -147,11 +147,13 @@ class SwappedCrossAttention(GridProcessor):
         attention_mask: Tensor | None = None,
         rotary_emb: Any = None,
     ) -> Tensor:
-        """Compute the attention of the tokens of an image or clip to a text.
+        """Compute cross-attention from the tokens of an image or clip to the tokens of a text.
+
+        B is the batch size. Nq and Nk are the numbers of tokens of the image or clip and of the text, C and C' their widths.
 
         Args:
             attn: diffusers attention module that uses this processor.
-            hidden_states: tokens in raster order, ``[B, Nq, C]``.
+            hidden_states: tokens of the image or clip in raster order, ``[B, Nq, C]``.
             encoder_hidden_states: encoded text, ``[B, Nk, C']``.
             attention_mask: mask that hides padding of the text, ``[B, Nk]``, or ``[B, 1, Nk]`` with values to add to scores;
                 None without padding.
@@ -162,7 +164,7 @@ class SwappedCrossAttention(GridProcessor):
 
         Raises:
             ValueError: if ``encoder_hidden_states`` is None or ``rotary_emb`` is not, if the mask does not fit the text, or if
-                dense mixing coefficients do not reach as far as the text.
+                the text has more tokens than dense mixing coefficients cover.
         """
         if encoder_hidden_states is None or rotary_emb is not None:
             raise ValueError(
@@ -251,7 +253,7 @@ def _cross_layers(model: Any) -> list[Any]:
 
 
 def _build(layer: Any, config: CrossAttentionConfig, axes: int) -> CrossAttention:
-    """Build the new attention for an ``attn2``, on the same device and in the same dtype.
+    """Build the attention that replaces a cross-attention module of diffusers, on the same device and in the same dtype.
 
     Args:
         layer: diffusers attention module, whose projections stay in use.

@@ -70,7 +70,8 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
         width: width D of a head.
 
     Returns:
-        ``[B, N, H, D]`` in the dtype of ``x``; in float32 if that dtype is float16, in which sums over a block overflow.
+        Heads, ``[B, N, H, D]``. The dtype is that of ``x``, but float32 if ``x`` is in float16, in which sums over a block
+        overflow.
     """
     # the width of its weight tells whether a norm is over each head or across all of them
     across = norm is not None and norm.weight.shape[-1] != width
@@ -81,14 +82,14 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
 
 
 def merge_heads(attn: Any, x: Tensor) -> Tensor:
-    """Project the outputs of the heads to tokens.
+    """Project the concatenated outputs of all heads to output tokens.
 
     Args:
         attn: diffusers attention module, whose output layers are used.
-        x: outputs of the H heads, ``[B, N, H * D]``.
+        x: outputs of H heads of width D, ``[B, N, H * D]`` for B rows of N tokens.
 
     Returns:
-        Tokens ``[B, N, C]``.
+        Output tokens, ``[B, N, C]``. In float16, infinite values are replaced by the largest finite ones.
     """
     if attn.to_out[0].weight.dtype == torch.float16:  # split_heads converted the heads to float32
         x = x.half()
@@ -130,8 +131,8 @@ class GridProcessor(nn.Module):
             tokens: input of the attention, ``[B, N, C]``.
 
         Returns:
-            The layout while ``torch.compile`` or ``torch.export`` traces the model, which leaves the attention unchanged;
-            otherwise None.
+            The layout, which the caller passes to the attention, while ``torch.compile`` or ``torch.export`` traces the model,
+            since tracing must not change the attention itself; otherwise None.
         """
         return fit(self, self.attention, self.grid.layout(self.blocks, tokens.shape[1]), tokens.device)
 

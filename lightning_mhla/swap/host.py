@@ -39,7 +39,7 @@ SAVED = "swapped_attention"
 """Key in a saved model's ``config.json`` under which the options of the swap are recorded."""
 
 CROSS = "cross"
-"""Entry of that record with the options of the replaced cross-attention."""
+"""Key in this record under which the options of replaced cross-attention are stored."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
@@ -183,7 +183,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
 
 _shapes: dict[int, Tensor] = {}
-"""Tensors on the meta device whose shapes are the current token grids, by the number of the :class:`TokenGrid`.
+"""Tensors whose shapes are the current token grids, by the number of the :class:`TokenGrid`.
 
 Transformer blocks that are compiled separately read the grid's size from these shapes. Python numbers, and tensors that are
 attributes of a module, would be constants of their graph, so every new size would compile another graph. Entries are never
@@ -249,7 +249,7 @@ class TokenGrid:
 
         Raises:
             ValueError: if the recorded grid has a different number of tokens, if several recorded grids match a recomputed
-                layer, or as :func:`check_prefix` describes.
+                layer, or if prefix tokens have mixing coefficients and an axis has more blocks than tokens.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:

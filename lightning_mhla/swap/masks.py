@@ -34,11 +34,11 @@ def check_values(condition: Callable[[], Tensor], message: str) -> None:
 
 
 def visible_keys(attention_mask: Any) -> Tensor:
-    """Convert a 4D attention mask to a bool mask of the same shape, True where a query may attend to a key.
+    """Convert an attention mask to a bool mask of the same shape, True where a query may attend to a key.
 
     Args:
-        attention_mask: 4D mask, either bool (True where a query may attend to a key) or added to the attention scores (0 for
-            visible keys, at most -1000 for hidden ones).
+        attention_mask: mask of pairs of queries and keys, either bool (True where a query may attend to a key) or added to the
+            attention scores (0 for visible keys, at most -1000 for hidden ones).
 
     Raises:
         ValueError: if the mask is not a tensor, or if it contains other values.
@@ -77,8 +77,8 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
         ``[B, Nk]`` bool, False for padding; None without a mask.
 
     Raises:
-        ValueError: if the mask is not for this context, hides different tokens from different queries, or adds biases to the
-            scores.
+        ValueError: if the mask does not have the size of the context, hides different tokens from different queries, or adds
+            biases to the scores.
     """
     if attention_mask is None:
         return None

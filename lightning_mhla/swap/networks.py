@@ -31,7 +31,7 @@ HOW_SAVED = (
 """Entries of a saved configuration that describe how it was saved, as do entries that begin with an underscore."""
 
 NEW = ".swapped."
-"""Part of the names of parameters of new attention, after the name of the layer's attention module."""
+"""Separator in the names of parameters of new attention, which follows the name of the layer's attention module."""
 
 
 def read_configuration(pretrained: str) -> PreTrainedConfig:
@@ -88,11 +88,11 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
 
 
 def read_description(pretrained: str) -> dict[str, Any]:
-    """Read the description of a model as plain data.
+    """Read the description of a model, which is plain data from which the model can be built again.
 
-    The description of a model of transformers has the form that :func:`describe` returns. A checkpoint may also hold an encoder
-    of timm, whose description has the form at the top of :mod:`lightning_mhla.swap.timm_networks`. The entries of a description
-    from a checkpoint are not checked before a model is built from it.
+    A model from transformers is described as :func:`describe` does it. A checkpoint may also contain a timm encoder. Its
+    description has the form that the module :mod:`lightning_mhla.swap.timm_networks` documents. A description from a checkpoint
+    is not checked until a model is built from it.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
@@ -100,7 +100,7 @@ def read_description(pretrained: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the checkpoint holds a model that is not from transformers or timm, or the model is quantized.
+        ValueError: if the checkpoint contains a model that is not from transformers or timm, or the model is quantized.
     """
     path = Path(pretrained)
     if not path.exists() or (path / "config.json").is_file():
@@ -185,9 +185,9 @@ def source_weights(
 
     Args:
         network: model to which the weights will be given.
-        pretrained: path or name of the weights: a checkpoint, a run's folder, an exported folder, or what ``read_original``
-            takes.
-        read_original: function that reads the weights of a model with its original attention, by its path or name.
+        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or a path or name that ``read_original``
+            accepts.
+        read_original: function that takes the path or name of a model with its original attention, and reads its weights.
 
     Returns:
         Weights by name.

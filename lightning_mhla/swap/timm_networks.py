@@ -1,11 +1,12 @@
-"""Vision transformers of timm described by plain data, from which a checkpoint rebuilds its model without the original folder.
+"""timm vision transformers described by plain data, from which a checkpoint rebuilds its model without the original folder.
 
 A description is a dict with these entries:
 
 * ``architecture``: timm's name of the architecture, such as ``vit_small_patch14_dinov2``.
-* ``model_args``: options of the constructor of the model's class. Rates of dropout and stochastic depth are left out, and
+* ``model_args``: options for the constructor of the model's class. Rates of dropout and stochastic depth are left out, and
   images of any size are accepted (``dynamic_img_size``).
-* ``pretrained_cfg``: timm's facts about the weights, such as the size and the normalization of images; without their location.
+* ``pretrained_cfg``: timm's information about the weights, such as the size and normalization of images, without the location
+  of the weights.
 """
 
 from __future__ import annotations
@@ -31,30 +32,32 @@ from lightning_mhla.swap.timm_folders import HOST_MODEL, register
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 PREFIX, OWNER = "timm:", "timm/"
-"""Beginnings of the names of models of timm: ``timm:ARCHITECTURE``, ``timm:OWNER/NAME`` and ``timm/NAME``."""
+"""Prefixes of the names of timm models: ``timm:ARCHITECTURE``, ``timm:OWNER/NAME`` and ``timm/NAME``."""
 
 WEIGHTS = (".safetensors", ".pth", ".pth.tar", "pytorch_model.bin")
-"""Ends of the names of files of weights that timm reads from a folder. Trainers save other ``.bin`` files next to them."""
+"""Endings of the names of weight files that timm reads from a folder. Other ``.bin`` files there may belong to a trainer."""
 
 ENTRIES = {"architecture": str, "model_args": Mapping, "pretrained_cfg": Mapping}
-"""Types of the entries of a description, which are also those of the same entries in timm's ``config.json``."""
+"""Entries of a model description and their types. Entries of the same names in timm's ``config.json`` have the same types."""
 
 RATES = ("drop_rate", "drop_path_rate")
-"""Ends of the names of options that make a model random during training."""
+"""Endings of the names of options that make a model random during training."""
 
 LOCATION = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "custom_load")
 """Entries of timm's ``pretrained_cfg`` that say where the weights are."""
 
 
 def timm_name(pretrained: str) -> str | None:
-    """Return the name by which ``timm.create_model`` finds a model; None if it is not a model of timm.
+    """Return the name under which ``timm.create_model`` finds a model; None if it is not a timm model.
 
     Args:
-        pretrained: folder with timm's ``config.json``, ``timm:ARCHITECTURE`` for the weights that timm publishes,
-            ``timm:OWNER/NAME`` or ``timm/NAME`` for a model on the Hugging Face Hub. A folder takes precedence.
+        pretrained: folder with timm's ``config.json``; ``timm:ARCHITECTURE`` for the weights that timm publishes; or
+            ``timm:OWNER/NAME`` or ``timm/NAME`` for a model on the Hugging Face Hub. If a folder of this name exists, it takes
+            precedence.
 
     Raises:
-        ValueError: if the folder's ``config.json`` is not JSON or not as timm writes it, or nothing follows ``timm:``.
+        ValueError: if the folder's ``config.json`` is not JSON or has entries of wrong types, or the name of a model is not
+            valid.
     """
     folder, file = Path(pretrained), Path(pretrained) / "config.json"
     if file.is_file():
@@ -72,14 +75,19 @@ def timm_name(pretrained: str) -> str | None:
 
 
 def read_timm_description(pretrained: str) -> dict[str, Any]:
-    """Read the description of a vision transformer of timm, see the top of this module. Weights are not read.
+    """Read the description of a timm vision transformer, which is plain data from which the model can be built again.
+
+    The weights are not read.
 
     Args:
         pretrained: folder or name that :func:`timm_name` accepts.
 
+    Returns:
+        Dict with the entries ``architecture``, ``model_args`` and ``pretrained_cfg``.
+
     Raises:
         FileNotFoundError: if the folder has no weights, or the model cannot be read from the hub.
-        ValueError: if timm cannot build the model or publishes no weights of it, or its attention cannot be replaced.
+        ValueError: if timm cannot build the model or does not publish its weights, or if its attention cannot be replaced.
     """
     from timm import models as timm_models  # executes timm, whose import the command line defers
 
@@ -118,19 +126,20 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
 
 
 def build_timm(network: Mapping[str, Any], device: str = "cpu", name: str = "network") -> Any:
-    """Build a vision transformer of timm with random weights from its description.
+    """Build a timm vision transformer with random weights from its description.
 
-    The model has no randomness during training: no dropout, no stochastic depth and no random rotary positions, not even those
-    that are defaults of the architecture.
+    The model has no randomness during training: dropout, stochastic depth and random rotary positions are switched off, even
+    if they are defaults of the architecture.
 
     Args:
-        network: description, see the top of this module. It may come from a file that is not trusted.
-        device: device of the weights; ``"meta"`` for none.
+        network: description with the entries ``architecture``, ``model_args`` and ``pretrained_cfg``, as returned by
+            :func:`read_timm_description`. It may come from an untrusted file.
+        device: device of the weights. ``"meta"`` allocates no memory for them.
         name: name of the description in error messages.
 
     Raises:
-        ValueError: if an entry of the description is missing, unknown or of a wrong type, timm has no such vision transformer,
-            or its constructor does not accept the options.
+        ValueError: if an entry of the description is missing, is unknown or has a wrong type, if timm has no such vision
+            transformer, or if its constructor does not accept the options.
     """
     import timm
     from timm import layers, models  # executes timm, whose import the command line defers
@@ -164,13 +173,13 @@ def build_timm(network: Mapping[str, Any], device: str = "cpu", name: str = "net
 
 
 def load_timm(network: nn.Module, pretrained: str) -> None:
-    """Load pretrained weights into a vision transformer of timm, some of whose attention layers may have been replaced.
+    """Load pretrained weights into a timm vision transformer, some of whose attention layers may have been replaced.
 
     Parameters that the replacement added keep their initial values if the weights lack them.
 
     Args:
         network: model to load the weights into, in float32.
-        pretrained: path of a checkpoint, of a run's folder or of a folder of timm, or a name that :func:`timm_name` accepts.
+        pretrained: path of a checkpoint or of a run's folder, or a folder or name that :func:`timm_name` accepts.
 
     Raises:
         FileNotFoundError: if there are no weights.
@@ -180,7 +189,15 @@ def load_timm(network: nn.Module, pretrained: str) -> None:
 
 
 def _published(pretrained: str) -> Mapping[str, Tensor]:
-    """Read the weights of a model with its original attention, by timm's own rules."""
+    """Load a pretrained timm model with its original attention, and return its weights in float32, by parameter name.
+
+    Args:
+        pretrained: folder or name that :func:`timm_name` accepts.
+
+    Raises:
+        FileNotFoundError: if there are no weights.
+        ValueError: if the weights cannot be read.
+    """
     import timm
 
     try:
@@ -193,10 +210,15 @@ def _published(pretrained: str) -> Mapping[str, Tensor]:
 
 
 def _check_types(entries: Mapping[str, Any], place: str) -> None:
-    """Check the types of the entries of a description or of timm's ``config.json``; only ``architecture`` is required.
+    """Check the types of the entries in the description of a timm model, or in timm's ``config.json``.
+
+    Args:
+        entries: entries by name. ``architecture`` is required, ``model_args`` and ``pretrained_cfg`` are optional, and further
+            entries are ignored.
+        place: location of the entries, for error messages.
 
     Raises:
-        ValueError: if an entry has a wrong type. The message begins with ``place``.
+        ValueError: if ``architecture`` is missing, or an entry has a wrong type.
     """
     for entry, kind in ENTRIES.items():
         value = entries.get(entry, None if kind is str else {})
@@ -206,7 +228,16 @@ def _check_types(entries: Mapping[str, Any], place: str) -> None:
 
 
 def _hub_config(pretrained: str, name: str) -> dict[str, Any]:
-    """Read timm's ``config.json`` of a model on the Hugging Face Hub; messages call it ``pretrained``."""
+    """Read the ``config.json`` of a timm model on the Hugging Face Hub.
+
+    Args:
+        pretrained: name of the model as the user gave it, for error messages.
+        name: name of the model on the hub, such as ``timm/vit_base_patch16_224.augreg_in21k``.
+
+    Raises:
+        FileNotFoundError: if the file cannot be read.
+        ValueError: if an entry of the file has a wrong type.
+    """
     from huggingface_hub import hf_hub_download
 
     try:
@@ -220,7 +251,17 @@ def _hub_config(pretrained: str, name: str) -> dict[str, Any]:
 
 
 def _create(architecture: str, name: str, device: str, **options: Any) -> Any:
-    """Call ``timm.create_model`` for a model with random weights; messages call it ``name``."""
+    """Build a timm model with random weights.
+
+    Args:
+        architecture: name that ``timm.create_model`` accepts.
+        name: name of the model in error messages.
+        device: device of the weights. ``"meta"`` allocates no memory for them.
+        options: further arguments of ``timm.create_model``.
+
+    Raises:
+        ValueError: if timm cannot build the model.
+    """
     import timm
 
     with torch.device(device):
@@ -231,7 +272,7 @@ def _create(architecture: str, name: str, device: str, **options: Any) -> Any:
 
 
 def _options(kind: type[nn.Module]) -> set[str]:
-    """Return the names of the options of a model's constructor, except for the device and dtype of the weights."""
+    """Return the names of the constructor arguments of a model class and its bases, except ``device`` and ``dtype``."""
     bases = [base for base in kind.__mro__ if issubclass(base, nn.Module) and base is not nn.Module]
     variable = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     names = {

@@ -171,14 +171,14 @@ class TransformersHost(HostLibrary):
 
 
 def _context(model: Any, layer: Any) -> PositionLimit | None:
-    """Return the positions that a language model was trained with.
+    """Return the limit on the token positions that a language model was trained with.
 
     Args:
         model: language model.
         layer: one of its attention modules without a sliding window.
 
     Returns:
-        The limit on positions; None if the model has no rotary embedding.
+        The limit; None if the model has no rotary embedding.
     """
     for module in model.modules():
         for name in ("full_attention_inv_freq", "inv_freq"):  # Gemma3 has one for each type of layers

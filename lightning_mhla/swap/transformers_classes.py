@@ -5,7 +5,7 @@ with the prefix ``Swapped``, such as ``SwappedLlamaConfig``. Each class is creat
 first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass. The model's
 ``save_pretrained`` then writes a folder that transformers' original classes reject.
 
-Longer than other modules: what is saved and what is loaded has to correspond.
+This module is longer than others because saving and loading must match each other.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
 The model's own code still computes queries, keys and values, and keeps keys and values of the encoder in its cache during
 generation. The new attention is called through transformers' attention interface. A query's block follows from its position
 in the decoder's input, which the cache of the self-attention determines. Blocks of the context are counted from its first token
-that is not padding. Self-attention does not change: in T5 it has biases by relative position.
+that is not padding. Self-attention does not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_mhla.swap.groups import LayerGroup
 from lightning_mhla.swap.host import build_cross_beside, refuse_float16
 
 CROSS_MODULES = ("EncDecAttention", "encoder_attn")
-"""Names under which layers of a decoder hold their cross-attention."""
+"""Possible attribute names of the cross-attention module in a decoder layer."""
 
 CROSS_FAMILIES = (
     "T5",
@@ -38,12 +38,12 @@ CROSS_FAMILIES = (
     "M2M100",
     "Whisper",
 )
-"""Supported model families of encoder-decoder models, the first part of the names of their classes."""
+"""Supported encoder-decoder models: first part of the class names of each model family."""
 
 CROSS_CLASSES = tuple(f"{family}Attention" for family in CROSS_FAMILIES)
 
 LONGEST = 512
-"""Number of tokens for which dense coefficients are made if the model does not limit the length, as T5 does not."""
+"""Number of tokens that dense mixing coefficients cover if the model, like T5, does not limit the number of tokens."""
 
 
 class TransformersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
@@ -135,7 +135,12 @@ def _is_supported(layer: Any) -> bool:
 
 
 def _longest(config: Any, *names: str) -> int:
-    """Return the first limit on the number of tokens that a configuration has; :data:`LONGEST` if it has none."""
+    """Return the first limit on the number of tokens that a model configuration sets; 512 if it sets none.
+
+    Args:
+        config: configuration of the model.
+        names: configuration entries that may set a limit, in order of preference.
+    """
     limits = [getattr(config, name, None) for name in names]
     return next((limit for limit in limits if limit), LONGEST)
 

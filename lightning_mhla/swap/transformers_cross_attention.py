@@ -1,12 +1,13 @@
-"""Attention function that lets encoder-decoder models of transformers compute swapped cross-attention.
+"""Attention function that lets encoder-decoder models from transformers compute a replacement of their cross-attention.
 
 Importing this module requires transformers. The function is registered in transformers' attention interface as
 ``lightning_mhla_cross``. Each cross-attention module that should use it gets its own copy of the model configuration, in which
 ``_attn_implementation`` has this name. The interface passes only queries, keys and values. A forward pre-hook therefore stores
 the input of the module, which output gates need, and its position in the decoder's input, which determines its blocks.
 
-During generation, transformers keeps the keys and values of the encoder in a cache. The key-value summaries of their blocks are
-kept there too, from the second token on, so that a token costs as many products as the context has blocks.
+During generation, transformers keeps the keys and values of the encoder in a cache. From the second token on, the cache also
+holds the key-value summaries of their blocks, so the cost of a token depends on the number of blocks of the context, not on its
+length.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class CrossCall(NamedTuple):
 
     Attributes:
         x: input of the module, ``[B, N, C]`` for B rows of N tokens of width C.
-        start: number of tokens of the decoder's input before these.
-        cache: cache of this layer's keys and values, if an earlier call filled it; None otherwise.
+        start: number of earlier tokens in the decoder's input.
+        cache: cache layer with keys, values and summaries of the context, if an earlier call filled it; otherwise None.
     """
 
     x: Tensor
@@ -51,29 +52,30 @@ class CrossCall(NamedTuple):
 
 
 class SummarizedLayer(DynamicLayer):
-    """Layer of transformers' cache that holds the keys and values of an encoder, and their key-value summaries.
+    """Layer of a transformers cache that holds the keys and values of an encoder's output, and their key-value summaries.
 
-    Batch rows of the summaries are reordered, repeated and selected together with those of the keys. A copy of the layer, and
-    one that is written to a file, has no summaries, and computes them again.
+    If batch rows of the keys are reordered, repeated or selected, the summaries change in the same way. Copied and unpickled
+    layers have no summaries, and compute them again.
     """
 
     summaries: ContextSummaries | None = None
     """Summaries of the keys and values; None until they are computed."""
     real: Tensor | None = None
-    """Mask of the keys that the summaries contain, ``[B, Nk]`` bool; None if they contain all keys."""
+    """Padding mask with which the summaries were computed, ``[B, Nk]`` bool, False for padding; None without padding."""
     summarized: Tensor | None = None
-    """Keys that the summaries contain."""
+    """Keys from which the summaries were computed, ``[B, H, Nk, Dk]``; None until they are computed."""
 
     @classmethod
     def put_in(cls, cache: EncoderDecoderCache, index: int) -> SummarizedLayer | None:
-        """Return the layer of a cache that an earlier call has filled, which becomes a layer of this class.
+        """Convert the cross-attention layer of a cache to this class, in place, if an earlier call has filled it.
 
         Args:
             cache: cache of an encoder-decoder model.
             index: number of the layer.
 
         Returns:
-            The layer; None if no call has filled it, or if its keys are moved between devices or have a fixed size.
+            The converted layer; None if it is still empty, if the cache is offloaded, or if the layer has an unsupported class,
+            such as that of a static cache.
         """
         layers = cache.cross_attention_cache.layers
         if not cache.is_updated.get(index) or getattr(cache.cross_attention_cache, "offloading", False):
@@ -84,16 +86,17 @@ class SummarizedLayer(DynamicLayer):
         return layers[index] if isinstance(layers[index], cls) else None
 
     def read(self, attention: CrossAttention, k: Tensor, v: Tensor, real: Tensor | None) -> ContextSummaries | None:
-        """Return the summaries of keys and values, which are computed in the first call.
+        """Return the key-value summaries of a context. The first call computes them.
 
         Args:
-            attention: replacement of the attention.
-            k: keys of this layer, ``[B, H, Nk, Dk]``.
-            v: values of this layer, ``[B, H, Nk, Dv]``.
-            real: mask of keys that are not padding, ``[B, Nk]`` bool; None without padding.
+            attention: the new attention.
+            k: keys of the context, ``[B, H, Nk, Dk]`` for B rows, H heads and Nk tokens.
+            v: values of the context, ``[B, H, Nk, Dv]``.
+            real: ``[B, Nk]`` bool, False for padding; None if no token is padding.
 
         Returns:
-            The summaries; None if those of this layer are of different keys, of a different mask or of a different attention.
+            The summaries; None if they were computed from different keys, with a different mask or by a different attention
+            module.
         """
         if self.summaries is None:
             moved, (keys, values) = padding_to_end(real, k.transpose(1, 2), v.transpose(1, 2))
@@ -124,11 +127,14 @@ class SummarizedLayer(DynamicLayer):
         self._change_rows(partial(super().batch_select_indices, indices), lambda rows: rows[indices.cpu()])
 
     def _change_rows(self, change: Callable[[], None], choose: Callable[[Tensor], Tensor]) -> None:
-        """Change the batch rows of the keys and values, and select those of the summaries, unless these are of former keys.
+        """Reorder, repeat or select the batch rows of the keys and values, and of the summaries in the same way.
+
+        Summaries that were computed from outdated keys are discarded.
 
         Args:
             change: function that changes the rows of the keys and values.
-            choose: function from the indices of the B former rows, ``[B]`` int64, to those of the new ones.
+            choose: function that makes the same change to a tensor of row indices: it takes ``[B]`` int64 for the B rows before
+                the change, and returns the index of the old row for each new row.
         """
         if self.summarized is not self.keys:  # an update or a crop came after the last read
             self._forget()
@@ -143,15 +149,15 @@ class SummarizedLayer(DynamicLayer):
         self.summaries = self.real = self.summarized = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes that a copy gets: summaries belong to one layer of one process."""
+        """Return the attributes for copying or pickling, without the summaries, which belong to one attention module."""
         return {**vars(self), "summaries": None, "real": None, "summarized": None}
 
 
 def install(module: Any, attention: CrossAttention) -> None:
-    """Make a cross-attention module of transformers compute a different attention with its existing projections, in place.
+    """Make a transformers cross-attention module compute a different attention with its existing projections, in place.
 
     Args:
-        module: cross-attention module of transformers.
+        module: cross-attention module from transformers.
         attention: the new attention, without projections.
     """
     module.config = copy.copy(module.config)
@@ -161,7 +167,7 @@ def install(module: Any, attention: CrossAttention) -> None:
 
 
 def refuse_left_padding(decoder: Any) -> None:
-    """Make a decoder reject rows whose first token is padding."""
+    """Add a hook to a decoder that rejects rows whose first token is padding, while a layer computes new cross-attention."""
     position = list(signature(decoder.forward).parameters).index("attention_mask")
     decoder.register_forward_pre_hook(partial(_refuse_left_padding, position), with_kwargs=True)
 
@@ -209,7 +215,7 @@ def cross_attention(
     """Compute the replacement cross-attention of a module, as a transformers attention function.
 
     Args:
-        module: cross-attention module of transformers.
+        module: cross-attention module from transformers that :func:`install` changed.
         query: queries, ``[B, H, Nq, D]`` for B rows, H heads of width D and Nq tokens.
         key: keys of the context, ``[B, H, Nk, D]``.
         value: values of the context, ``[B, H, Nk, D]``.
@@ -220,8 +226,8 @@ def cross_attention(
         Outputs ``[B, Nq, H, D]``, and None in place of attention weights.
 
     Raises:
-        ValueError: if the mask hides different tokens from different queries or adds biases to scores, or if dense mixing
-            coefficients do not reach as far as the tokens.
+        ValueError: if the mask hides different tokens from different queries or adds biases to scores, or if there are more
+            tokens than dense mixing coefficients cover.
     """
     (x, start, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory

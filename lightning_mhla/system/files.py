@@ -32,10 +32,10 @@ def beside(path: Path, ending: str = "part") -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file atomically, creating its folder if missing; an interrupted write leaves the previous file unchanged."""
+    """Write a UTF-8 text file atomically, and create missing folders. An interrupted write leaves the old file unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as aside:
-        aside.write_text(text)
+        aside.write_text(text, encoding="utf-8")
 
 
 @contextmanager

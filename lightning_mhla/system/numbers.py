@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 
 DIGITS = 4
-"""Number of significant digits of a number without a spread."""
+"""Number of significant digits of a number that has no spread (standard deviation)."""
 
 MOST_DIGITS = 6
-"""Number of significant digits that a mean has at most, however small its spread is."""
+"""Maximum number of significant digits of a mean, however small its spread is."""
 
 SMALLEST = 1e-4
 """Absolute value below which a mean and its spread are written with exponents."""

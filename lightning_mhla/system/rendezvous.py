@@ -22,7 +22,7 @@ TORCHRUN = "TORCHELASTIC_RUN_ID"
 """Environment variable that torchrun sets in the processes it starts."""
 
 _stores: list[Store] = []
-"""The store that this process serves; empty if it serves none."""
+"""List that holds the store that this process serves; empty if it serves none."""
 
 
 def listen_on_one_interface(strategy: Strategy) -> None:

@@ -16,7 +16,7 @@ LARGEST_FILE = 1 << 27
 """Maximum size of a ``tokenizer.json`` in bytes."""
 
 MOST_GROWTH, LONGEST_REPLACEMENT, MOST_RULES = 100, 1000, 1000
-"""Limits on the replacements of a tokenizer: growth factor of a text, characters of one replacement, and their number."""
+"""Limits for a tokenizer: growth factor of a text, characters in one replacement, and number of replacements."""
 
 REPEATED = 3
 """Number of copies of a replacement in the tested text, for patterns that match across two copies."""

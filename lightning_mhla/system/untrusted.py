@@ -113,6 +113,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file that contains an object.
 
     Raises:
+        FileNotFoundError: if there is no such file.
         ValueError: if the file does not contain a JSON object, or is larger than 128 MiB.
     """
     check_size(path, LARGEST_JSON)

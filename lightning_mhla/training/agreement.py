@@ -10,7 +10,7 @@ AGREE = ("num_classes", "image_size", "sample_size", "channels", "context")
 
 
 OF_PIXELS = ("image_size", "sample_size", "channels")
-"""Names of options that describe latents instead of the images of the data, if the model works on latents."""
+"""Names of options that describe images in the data, but latents in a model that works on latents."""
 
 
 def shared_options(model: Mapping[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
 
     Args:
         batch: batch of any data module, modified in place.
-        keys: required keys. A key such as ``a|b`` requires ``a`` or ``b``. If there are none, only the type is checked.
+        keys: required keys. A key such as ``a|b`` requires ``a`` or ``b``. Without keys, only the type is checked.
         part: use of the batch: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
 
     Raises:

@@ -26,6 +26,9 @@ class CompileOptions:
         backend: compiler backend.
         options: options of the backend, allowed only if ``mode`` is null. By default, random numbers are drawn as without
             compilation (``fallback_random``), so that results agree with those of an uncompiled run.
+
+    Raises:
+        ValueError: if both ``mode`` and ``options`` are given.
     """
 
     mode: str | None = None

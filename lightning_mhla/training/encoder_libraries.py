@@ -1,4 +1,4 @@
-"""Operations on encoders that depend on their library, transformers or timm: building, loading, and reading the vectors."""
+"""Operations on encoders that depend on their library, transformers or timm: building, loading and computing vectors."""
 
 from __future__ import annotations
 
@@ -19,15 +19,19 @@ class EncoderLibrary(ABC):
     """Operations on the encoders of one library.
 
     Attributes:
-        unused: beginnings of the names of parameters that do not contribute to the token vectors.
+        unused: prefixes of the names of parameters that do not contribute to the token vectors.
     """
 
     unused: ClassVar[tuple[str, ...]]
 
     @abstractmethod
     def build(self, network: dict[str, Any]) -> Any:
-        """Build an encoder with random weights from its description, without dropout and stochastic depth, which would blur the
-        targets.
+        """Build an encoder with random weights from its description.
+
+        Dropout and stochastic depth are turned off, because they would add noise to the training targets.
+
+        Args:
+            network: description of the encoder, from :func:`describe_encoder`.
 
         Raises:
             ValueError: if the library has no encoder for the description.
@@ -176,19 +180,22 @@ class TimmEncoders(EncoderLibrary):
 
 
 def library_of(network: Mapping[str, Any]) -> EncoderLibrary:
-    """Return the library of the encoder that a description is of."""
+    """Return the operations of an encoder's library, given the description of the encoder."""
     return TimmEncoders() if "architecture" in network else TransformersEncoders()
 
 
 def describe_encoder(pretrained: str) -> dict[str, Any]:
-    """Read the description of an encoder, see :mod:`lightning_mhla.swap.networks` and :mod:`lightning_mhla.swap.timm_networks`.
+    """Read the description of an encoder, a dict of plain data from which the encoder can be rebuilt.
+
+    Its entries are documented in :mod:`lightning_mhla.swap.networks` for transformers, and in
+    :mod:`lightning_mhla.swap.timm_networks` for timm.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder, or of a folder of transformers or timm, or the encoder's name.
 
     Raises:
         FileNotFoundError: if there is no such encoder.
-        ValueError: if the path holds a model of another kind, or a model that cannot be trained.
+        ValueError: if the model is of a different kind, or cannot be trained.
     """
     return read_description(pretrained) if timm_name(pretrained) is None else read_timm_description(pretrained)
 

@@ -1,4 +1,4 @@
-"""Training of encoders whose attention was replaced, to compute the token vectors and embeddings of the original model.
+"""Training of encoders whose attention was replaced, so that they compute the same vectors as the original model.
 
 An encoder computes one vector for each token of a text or each patch of an image. Its embedding of a sample is the mean of
 these vectors or the first of them. There are no labels: the model before its attention was replaced, the teacher, supplies the
@@ -65,16 +65,15 @@ class EncoderDistillation:
             raise ValueError(f"one of distillation.{', distillation.'.join(weights)} must be positive")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return ``distance``; encoders have no loss on labels that it could be added to."""
+        """Return ``distance`` unchanged, because encoders have no loss on labels to combine it with."""
         return distance
 
 
 class LinearizedEncoder(TrainingModule):
-    """Base class of modules that train an encoder of transformers or timm, after its attention was replaced.
+    """Base class of modules that train an encoder with replaced attention to match the original encoder.
 
-    The encoder learns to match the original one.
-
-    The constructor of a subclass calls ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
+    The encoder comes from transformers or timm. The constructor of a subclass calls
+    ``save_hyperparameters(ignore=["pretrained"])`` and then :meth:`assemble`.
 
     Args:
         distillation: teacher, and weights of the distances from it.
@@ -208,15 +207,19 @@ class LinearizedEncoder(TrainingModule):
         return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
 
     def on_fit_start(self) -> None:
-        """Check that the replaced layers can be trained on their own, and load the teacher."""
+        """Check that the replaced layers can be trained on their own, and load the teacher.
+
+        Raises:
+            ValueError: if no teacher is named, or the layers cannot be trained on their own.
+        """
         self._start()
 
     def on_validation_start(self) -> None:
-        """Load the teacher, if it is not loaded yet."""
+        """Load the teacher, unless it has been loaded already."""
         self._start()
 
     def on_test_start(self) -> None:
-        """Load the teacher, if it is not loaded yet."""
+        """Load the teacher, unless it has been loaded already."""
         self._start()
 
     def _start(self) -> None:
@@ -277,11 +280,11 @@ class LinearizedEncoder(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log how many nearest neighbors of validation samples are the same in the encoder's and the teacher's embeddings."""
+        """Log the share of the teacher's nearest neighbors of validation samples that the encoder also finds."""
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log how many nearest neighbors of test samples are the same in the encoder's and the teacher's embeddings."""
+        """Log the share of the teacher's nearest neighbors of test samples that the encoder also finds."""
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

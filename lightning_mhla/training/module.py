@@ -1,6 +1,6 @@
 """Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint.
 
-Longer than other modules: Lightning calls all of these hooks on one object.
+Lightning calls all of these hooks on one object, so they are in one class.
 """
 
 from __future__ import annotations
@@ -79,13 +79,13 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     shares_sequences: ClassVar[bool] = False
     """Whether the steps support sequence parallelism, see :attr:`sequence_group`."""
     train_batch: ClassVar[tuple[str, ...]] = ()
-    """Keys that a training batch must have; ``a|b`` requires either of two."""
+    """Keys that a training batch must have. A key such as ``a|b`` requires ``a`` or ``b``."""
     evaluation_batch: ClassVar[tuple[str, ...]] = ()
-    """Keys that a validation or test batch must have, in the same notation; ``valid`` is optional."""
+    """Keys that a validation or test batch must have. A key such as ``a|b`` requires ``a`` or ``b``."""
     predict_batch: ClassVar[tuple[str, ...]] = ()
-    """Keys that a batch for predict must have, in the same notation."""
+    """Keys that a batch for prediction must have. A key such as ``a|b`` requires ``a`` or ``b``."""
     output_names: tuple[str, ...] = ("head",)
-    """Prefixes of the names of parameters after the last layer, for layer decay."""
+    """Name prefixes of the parameters after the last layer, for layer decay."""
 
     def __init__(self, training: TrainingOptions) -> None:
         super().__init__()

@@ -10,10 +10,10 @@ from torchmetrics.utilities.data import dim_zero_cat
 from typing_extensions import override
 
 NEIGHBORS = 10
-"""Number of nearest neighbors that the recall counts."""
+"""Number of nearest neighbors to compare for each sample."""
 
 QUERIES_AT_ONCE = 1024
-"""Number of samples that are compared with all others at a time, to limit the memory."""
+"""Number of samples that are compared with all others at once; limits the memory use."""
 
 
 class EmbeddingPairs(Metric):

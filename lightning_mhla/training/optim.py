@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 BETAS = {"adamw": (0.9, 0.999), "came": (0.9, 0.999, 0.9999)}
-"""Decay rates of the moments: torch's for AdamW; those of CAME's authors, and of SANA."""
+"""Default decay rates of the moments: torch's defaults for AdamW; for CAME those of its authors, which SANA uses too."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,9 @@ class OptimizerConfig:
         layer_decay: factor on the learning rate from each layer to the one below it; 1 for the same rate in all layers.
         kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
             one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
+
+    Raises:
+        ValueError: if an option is out of range or not one of its choices, or if both warm-up lengths are given.
     """
 
     lr: float = 1e-3
@@ -60,6 +63,9 @@ class OptimizerConfig:
     kind: Literal["adamw", "came"] = "adamw"
 
     def __post_init__(self) -> None:
+        for name, choices in {"kind": tuple(BETAS), "schedule": ("cosine", "constant")}.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"optimizer.{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
         defaults = BETAS[self.kind]
         if self.betas is not None and len(self.betas) != len(defaults):
             raise ValueError(

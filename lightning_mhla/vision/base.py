@@ -119,8 +119,12 @@ class VisionModel(nn.Module):
 
         Raises:
             BrokenSampleError: if the file is not a readable image.
-            ValueError: if the model has no preprocessing.
+            ValueError: if the model has no head or no preprocessing.
         """
+        if self.num_classes == 0:
+            raise ValueError(
+                "the model has no head (num_classes=0) to compute probabilities; call reset_classifier first"
+            )
         if self.preprocessing is None:
             raise ValueError(
                 "the model has no preprocessing for its images: load an export, or give class_names and preprocessing"
@@ -131,8 +135,10 @@ class VisionModel(nn.Module):
             image = decode_file(Path(image), self.preprocessing.mode)
         like, training = next(self.parameters()), self.training
         pixels = self.preprocessing(image.convert(self.preprocessing.mode))[None].to(like.device, like.dtype)
-        probabilities = self.eval()(pixels).float().softmax(-1)[0]
-        self.train(training)
+        try:
+            probabilities = self.eval()(pixels).float().softmax(-1)[0]
+        finally:
+            self.train(training)
         names = self.class_names or [str(number) for number in range(self.num_classes)]
         order = probabilities.argsort(descending=True, stable=True)[:top].tolist()
         return {names[index]: float(probabilities[index]) for index in order}
@@ -143,7 +149,7 @@ class VisionModel(nn.Module):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute from images ``[B, channels, H, W]`` the features that :meth:`forward_head` takes."""
+        """Compute the features of images ``[B, channels, H, W]`` that :meth:`forward_head` takes as its input."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:

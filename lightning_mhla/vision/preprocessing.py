@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's pixels for each color, in [0, 1] (timm's defaults)."""
+"""Mean and standard deviation of red, green and blue in ImageNet's images, for pixels in [0, 1] (timm's defaults)."""
 
 
 @dataclass(frozen=True)

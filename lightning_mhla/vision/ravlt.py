@@ -25,9 +25,9 @@ NAMES = (
     (r"\.attn\.(qkvo|proj)\.", r".mixer.attn.\1."),
     (r"\.gamma_([12])$", r".scale\1"),
 )
-"""Patterns of RAVLT's names and their replacements in a VLT, applied in this order."""
+"""Patterns in RAVLT's parameter names and their replacements in a VLT, applied in this order."""
 LINEAR = re.compile(r"(\.attn\.(qkv|gate|proj)|\.mlp\.fc[12]|^head)\.weight$")
-"""Names of weights that are 1 x 1 convolutions in RAVLT and linear layers in a VLT."""
+"""Pattern of the VLT's names of weights that are 1 x 1 convolutions in RAVLT and linear layers in a VLT."""
 
 
 def read_ravlt(path: str | Path) -> Pretrained | None:

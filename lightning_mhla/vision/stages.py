@@ -27,7 +27,7 @@ Source: RAVLT's code (github.com/qhfan/RALA).
 """
 
 BLOCK_GRIDS = [[7, 7], [4, 4]]
-"""Blocks of tokens along each axis in the first two stages: 49 and 16 in all (arXiv 2601.07832, section 5.1)."""
+"""Number of attention blocks along each axis in the first two stages (arXiv 2601.07832, section 5.1)."""
 
 RAVLT: dict[str, Any] = {
     "rotary": True,
@@ -37,7 +37,7 @@ RAVLT: dict[str, Any] = {
     "gate": True,
     "gate_activation": "identity",
 }
-"""Options of the attention in RAVLT's blocks, except for its kind."""
+"""Attention options of RAVLT's blocks, except for the kind of attention."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class StageConfig:
         stages = len(self.of("dims"))
         if not stages:
             raise ValueError("dims=[] must list the width of at least one stage")
+        for name in ("depths", "heads", "layer_scale"):
+            if len(self.of(name)) != stages:
+                raise ValueError(f"{name}={self.of(name)} must have a value for each of the {stages} stages")
         for name, values in (("dims", self.of("dims")), ("depths", self.of("depths")), ("heads", self.of("heads"))):
             if min(values) < 1:
                 raise ValueError(f"{name}={values} must be positive")
         if self.head_width < 1 or min(self.of("dims")) * self.mlp_ratio < 1:
             raise ValueError(f"head_width={self.head_width} and mlp_ratio={self.mlp_ratio} must be positive")
-        for name in ("depths", "heads", "layer_scale"):
-            if len(self.of(name)) != stages:
-                raise ValueError(f"{name}={self.of(name)} must have a value for each of the {stages} stages")
         for dim, heads in zip(self.of("dims"), self.of("heads"), strict=True):
             if dim % heads:
                 raise ValueError(f"a stage of width {dim} is not divisible by its heads={heads}")

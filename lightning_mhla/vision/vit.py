@@ -64,7 +64,7 @@ class VisionTransformer(
 
     Args:
         image_size: side of the square image, in pixels.
-        num_classes: number of class scores.
+        num_classes: number of class scores; 0 for a model without a head.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
         size: published size of DeiT (tiny, small or base), which sets dim, depth and heads.
         dim: width of the tokens; only without ``size``.
@@ -211,6 +211,7 @@ class VisionTransformer(
         """
         block_indices = taken_indices(indices, len(self.layers))
         self.backbone.blocks = self.backbone.blocks[: max(block_indices) + 1]
+        self.feature_info = self.feature_info[: len(self.layers)]
         if prune_norm:
             self.backbone.norm = nn.Identity()
         if prune_head:

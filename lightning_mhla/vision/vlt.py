@@ -215,8 +215,16 @@ class VLT(
             stage_attention = stages.attention(attention, index)
             try:
                 blocks = [
-                    VLTBlock(dim, number, grids[index], stage_attention, stages.mlp_ratio, scale, rates.pop(0))
-                    for _ in range(depth)
+                    VLTBlock(
+                        dim,
+                        number,
+                        grids[index],
+                        stage_attention.at_layer(sum(depths[:index]) + block),
+                        stages.mlp_ratio,
+                        scale,
+                        rates.pop(0),
+                    )
+                    for block in range(depth)
                 ]
             except ValueError as error:
                 raise ValueError(f"stage {index + 1}: {error}") from error
@@ -289,6 +297,7 @@ class VLT(
         """
         stage_indices = taken_indices(indices, len(self.stages))
         self.stages = self.stages[: max(stage_indices) + 1]
+        self.feature_info = self.feature_info[: len(self.stages)]
         if prune_head:
             self.num_features = self.head_hidden_size = self.feature_info[max(stage_indices)]["num_chs"]
             self.proj, self.norm, self.act = nn.Identity(), nn.Identity(), nn.Identity()

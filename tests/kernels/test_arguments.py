@@ -139,6 +139,14 @@ def test_resize_mixing_keeps_the_same_grid_and_row_sums() -> None:
         torch.testing.assert_close(resized.sum(-1), torch.ones(2, grid[0] * grid[1]))
 
 
+def test_resize_mixing_keeps_rows_that_sum_to_zero() -> None:
+    mixing = torch.tensor([[1.0, -1.0], [0.5, 0.5]])
+    torch.testing.assert_close(resize_mixing(mixing, (2,), (2,)), mixing)
+    finer = resize_mixing(mixing, (2,), (4,))
+    assert (finer[0, :2] > 0).all()
+    assert (finer[0, 2:] < 0).all()
+
+
 def test_resize_mixing_keeps_what_depends_on_distance() -> None:
     near = torch.exp(-(torch.arange(16.0)[:, None] - torch.arange(16.0)).abs())
     near = near / near.sum(-1, keepdim=True)

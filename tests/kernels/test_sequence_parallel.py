@@ -220,6 +220,16 @@ def test_shares_are_whole_blocks() -> None:
         share_tokens(8, 2)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"block_size": -2}, {"block_size": 0}, *({"block_offsets": x} for x in ((0, 4, 8), (0, 8, 4, 10), (1, 10)))],
+)
+def test_shares_of_wrong_blocks_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(ValueError, match=name):
+        share_tokens(10, 2, **options)
+
+
 def test_fewer_bytes_are_chosen() -> None:
     video = traffic(1, 31500, 12, 128, 128, 150, 4)
     assert video.least == "summaries"
@@ -249,3 +259,7 @@ def test_wrong_calls_are_refused(alone: Any) -> None:
         mhla_sequence_parallel(q, q, q, decaying, group=alone, tokens=32, block_size=8, exchange="tokens")
     with pytest.raises(ValueError, match="key_mask is"):
         mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, key_mask=torch.ones(1, 3) > 0)
+    with pytest.raises(ValueError, match="k holds negative features"):
+        mhla_sequence_parallel(q, q - 0.5, q, mixing, group=alone, tokens=32, block_size=8)
+    with pytest.raises(ValueError, match="mixing is on meta"):
+        mhla_sequence_parallel(q, q, q, mixing.to("meta"), group=alone, tokens=32, block_size=8)

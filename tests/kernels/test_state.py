@@ -236,6 +236,7 @@ def test_a_mixing_learned_for_2048_tokens_reaches_32768(long: str) -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "lengths": ({"lengths": [3, 9]}, "lengths must be 2 integers from 0 to N=4"),
+    "lengths that are true or false": ({"lengths": [True, False]}, "lengths must be 2 integers"),
     "rows": ({"state": 3}, "the state has 3 rows, but q has B=2"),
     "kind": ({"mixing": ExponentialMixing(torch.ones(1), torch.ones(1)), "state": 2}, "with dense mixing, .* with exponential"),
     "block size": ({"state": 2, "block_size": 4}, "block_size=3.*block_size=4"),

@@ -433,6 +433,22 @@ def test_nothing_to_attend_to() -> None:
         ({"sink_q": torch.ones(2, 9, 4, 6), "causal": False}, "sink_q is for causal attention"),
         ({"sink_q": torch.ones(2, 8, 4, 6)}, r"sink_q is torch.float32 \[2, 8, 4, 6\] on cpu; it must be like q"),
         ({"sink_q": torch.ones(2, 9, 4, 6, dtype=torch.float64)}, "sink_q is torch.float64"),
+        ({"k_features": torch.ones(2, 9, 4, 3, device="meta")}, "k_features is on meta"),
+        (
+            {"block_size": 2, "block_grid": (2, 2), "sinks": 1, "causal": False, "mixing": torch.rand(5, 5)},
+            "mixing is for 5 blocks; .*, it must be for the 4",
+        ),
+        ({"block_size": 2, "block_grid": (2, 2), "sinks": 1, "causal": False, "mixing": torch.rand(4)}, "mixing"),
+        (
+            {
+                "block_size": 2,
+                "block_grid": (2, 2),
+                "sinks": 1,
+                "causal": False,
+                "mixing": ExponentialMixing(torch.ones(1), -torch.ones(1)),
+            },
+            "decay",
+        ),
     ],
 )
 def test_what_does_not_fit_is_said(change: dict[str, Any], words: str) -> None:
@@ -687,6 +703,30 @@ def test_features_of_near_tokens_that_overflow_together_do_not_matter() -> None:
     exact = mhla_window_attention(*inputs[:3], features, keys, mixing, far=inputs[5], **options)
     assert out.isfinite().all()
     torch.testing.assert_close(out[:, sees], exact[:, sees], rtol=1e-4, atol=1e-4)
+
+
+def test_a_query_in_padding_that_is_nan_spoils_no_gradient() -> None:
+    inputs = [x.float() for x in tensors(11)]
+    mixing = mixings(dtype=torch.float32)["exponential"]
+
+    def gradients() -> list[Tensor]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out, _ = mhla_window_prefill(
+            *leaves[:5],
+            mixing,
+            block_size=SIZE,
+            far=leaves[5],
+            lengths=torch.tensor([11, 6]),
+            sinks=1,
+            sink_q=leaves[0],
+        )
+        return list(torch.autograd.grad(out[0].square().sum() + out[1, :6].square().sum(), leaves))
+
+    want = gradients()
+    for x in inputs:
+        x[1, 6:] = torch.nan
+    for got, expected in zip(gradients(), want, strict=True):
+        torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.usefixtures("form")

@@ -31,12 +31,12 @@ Bounds = Tensor | Sequence[int]
 def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
     """Return whether an attention call is cross-attention.
 
-    It is if it has an argument that exists only for cross-attention, or if q and k differ in length.
+    A call is cross-attention if it has an argument that exists only for cross-attention, or if q and k differ in length.
 
     Args:
         q: queries, not checked yet.
         k: keys, not checked yet.
-        only_cross: arguments that exist only for cross-attention; None for an argument that the call does not have.
+        only_cross: arguments that exist only for cross-attention; None for each one that was not passed.
     """
     for argument in only_cross:
         if argument is not None:
@@ -149,7 +149,17 @@ SIDES = (("Nq", "queries", "Mq"), ("Nk", "keys", "Mk"))
 
 
 def _check_blocks(mixing: Mixing, layout: TokenLayout, side: int, arguments: str) -> None:
-    """Raise ValueError unless the mixing has coefficients for each block of a side: 0 for queries, 1 for keys."""
+    """Check that the mixing has coefficients for each block of the queries or of the keys.
+
+    Args:
+        mixing: mixing coefficients between query blocks and key blocks.
+        layout: partition of the queries or of the keys into blocks.
+        side: 0 for queries, 1 for keys.
+        arguments: names of the arguments that set the blocks, for the error message.
+
+    Raises:
+        ValueError: if the numbers of blocks differ.
+    """
     sizes = mixing.cross_blocks
     blocks = layout.blocks
     if sizes is None or blocks == 0 or blocks == sizes[side]:

@@ -158,7 +158,7 @@ def mix_by_matrix(matrix: Tensor, together: Tensor | None) -> Callable[[Tensor],
     Args:
         matrix: coefficients between all query blocks and all key blocks, zero between different packed sequences.
         together: whether a query block and a key block belong to the same packed sequence, ``[Mq, Mk]`` bool; None without
-            packing. A sum of one sequence that overflowed then makes no mixture of a different sequence NaN.
+            packing. With this mask, a sum that overflowed makes only mixtures of its own sequence NaN.
     """
 
     def mix(summary: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Summaries of the blocks of keys that many calls of cross-attention read, as in generation token by token.
+"""Summaries of the blocks of keys, computed once for many calls of cross-attention, as in generation token by token.
 
 Shape letters: B batch, N tokens, H heads, Mq and Mk blocks of queries and of keys, K and V widths of a key and of a value.
 """
@@ -38,7 +38,7 @@ class KeySummaries(NamedTuple):
         return KeySummaries(products, apply_matrix(matrix, self.totals))
 
     def select(self, rows: Tensor) -> KeySummaries:
-        """Return the summaries of some batch rows, ``rows`` ``[B']`` int64, which may repeat."""
+        """Return the summaries of the batch rows with the indices ``rows``, ``[B']`` int64; an index may be repeated."""
         return KeySummaries(*(x.index_select(0, rows.to(x.device)) for x in self))
 
 

@@ -26,8 +26,8 @@ from mhla_kernels.problem import Problem, Weighting
 PART = 16 * 2**20
 """Bytes of summaries that are held at once on a CPU.
 
-They fit into its cache, and memory of this size is used again instead of being requested from the system, page by page; see
-``benchmarks.short_blocks``."""
+This size fits into the CPU's cache. Memory of this size is also reused instead of being requested from the system page by page;
+see ``benchmarks.short_blocks``."""
 
 
 def attend(problem: Problem, form: Form) -> Tensor:

@@ -19,11 +19,14 @@ from mhla_kernels.problem import Causal
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
 """Costs by backend, in multiply-adds, in addition to those of the products.
 
-``pair`` is the cost of a token pair (scaling, masking, row sum), ``summary`` that of a number of a summary (writing and
-reading), and ``token`` that of reading a number of k or v again."""
+``pair`` is the cost of a token pair (scaling, masking, row sum). ``summary`` is the cost of writing and reading one entry of a
+block summary. ``token`` is the cost of reading one element of k or v again."""
 
 OUTPUTS, SPAN = 128, 16
-"""Widest part of an output that a fused program holds, and blocks that a tile of tokens touches, both in bfloat16."""
+"""Largest number of output features that a Triton program holds, and number of blocks that a tile of tokens overlaps.
+
+Both numbers are for bfloat16.
+"""
 
 
 VARIABLE = "MHLA_MEMORY_GB"
@@ -132,8 +135,8 @@ def cheapest_cross_form(
 ) -> Literal["parallel", "chunked"]:
     """Estimate the multiply-adds of each cross-attention algorithm, and return the name of the cheaper one.
 
-    The estimate is that of :func:`cheapest_form`, with the constants of self-attention: half of the products and summaries of a
-    token and a block belong to the queries, and half to the keys.
+    The estimate uses the same constants as :func:`cheapest_form`. Half of the cost of a token or block of self-attention counts
+    for the queries, and half for the keys.
 
     Args:
         tokens: number of queries and number of keys.
@@ -159,9 +162,9 @@ class UnitCosts(NamedTuple):
     Attributes:
         pair_inside: cost of a pair of tokens whose weight has no coefficient, or one that all pairs of a block share.
         pair: cost of a pair of tokens with a mixing coefficient of its own.
-        query: cost of a query that reads a mixture of summaries, in multiples of the numbers of a summary.
-        mixing: cost of adding a summary to a mixture, in the same unit.
-        summary: cost of writing or reading a summary, in the same unit.
+        query: cost of a query that reads a mixture of summaries, for each entry of a summary.
+        mixing: cost of adding a summary to a mixture, for each entry.
+        summary: cost of writing or reading a summary, for each entry.
     """
 
     pair_inside: float
@@ -191,7 +194,7 @@ def _costs_of_sides(
         tokens: number of queries and number of keys.
         blocks: number of query blocks and number of key blocks.
         mixed: number of summaries that are added to mixtures.
-        numbers: numbers of a summary.
+        numbers: number of entries of a summary.
         units: costs of the parts.
     """
     products = tokens[1] + units.query * tokens[0] + units.mixing * mixed + units.summary * (blocks[0] + blocks[1])
@@ -208,7 +211,12 @@ def _held_by_sides(
 
 
 def _within_limit(costs: dict[ChosenForm, float], numbers: dict[ChosenForm, int]) -> dict[ChosenForm, float]:
-    """Return the costs of the forms whose float32 values fit into the memory limit; if none does, of the smallest one."""
+    """Return the costs of the forms that fit into the memory limit; if none does, of the form that needs the least memory.
+
+    Args:
+        costs: cost of each form.
+        numbers: number of float32 values that each form holds.
+    """
     least = min(numbers.values())
     return {form: cost for form, cost in costs.items() if 4 * numbers[form] <= _limit or numbers[form] == least}
 

@@ -1,4 +1,4 @@
-"""Computation of a few batch rows at a time on a CPU, so that what is held at once fits into its cache."""
+"""Computation of a few batch rows at a time on a CPU, so that intermediate results fit into its cache."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from torch import Tensor
 from mhla_kernels.torch_private import is_traced
 
 PART = 2 * 2**20
-"""Bytes that :func:`in_parts` holds at once, if one batch row does not need more: about the cache of a core."""
+"""Bytes of intermediate results that :func:`in_parts` holds at once, unless one batch row needs more: about a core's cache."""
 
 
 def in_parts(run: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: int) -> Tensor:
-    """Call a function for parts of the batch, and concatenate its results. Away from a CPU, and in a graph, call it once.
+    """Call a function for parts of the batch on a CPU, and concatenate its results.
+
+    On other devices, and while a graph is recorded, the function is called once for the complete batch.
 
     Args:
         run: function of the tensors, whose result has the batch as axis 0.
         tensors: tensors ``[B, ...]``; the first one gives the dtype in which ``run`` computes.
-        numbers: numbers that ``run`` holds for one batch row.
+        numbers: number of intermediate values that ``run`` holds for one batch row.
     """
     first = tensors[0]
     if first.device.type != "cpu" or is_traced() or torch.jit.is_tracing() or len(first) == 1:  # type: ignore[attr-defined]

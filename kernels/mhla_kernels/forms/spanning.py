@@ -30,7 +30,7 @@ from mhla_kernels.problem import Weighting
 CHUNK: dict[str, int] = {"torch": 128, "triton": 256}
 """Largest number of tokens in a chunk by backend, unless one block is longer.
 
-On a GPU moving sums costs more than scoring pairs; for a CPU see ``benchmarks.short_blocks``."""
+On a GPU, moving sums costs more than scoring pairs. For a CPU, see ``benchmarks.short_blocks``."""
 
 
 def chunk_tokens(tokens: int, block_size: int, backend: Literal["torch", "triton"] = "torch") -> int:

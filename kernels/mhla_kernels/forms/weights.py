@@ -36,9 +36,9 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
 def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
     """Multiply the products of token pairs by their mixing coefficients, and hide pairs that must not attend to each other.
 
-    Hidden are later keys, and keys of a different packed sequence. They are hidden before the multiplication, because zero
+    Later keys, and keys of a different packed sequence, are hidden. They are hidden before the multiplication, because zero
     times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. They are hidden after
-    it, too, so that no gradient reaches them, not even one that overflowed.
+    the multiplication too, so that no gradient reaches them, not even one that overflowed.
 
     Args:
         products: products of N queries and J keys, ``[B, H, N, J]``.

@@ -5,7 +5,7 @@ A new kind of coefficients needs only its tensors and a method that returns its 
 Shape letters: B batch, H heads, M blocks (Mq of queries and Mk of keys in cross-attention), W numbers in a block summary, R
 running sums.
 
-Longer than other modules: an interface is read in one file.
+This module is longer than others because it documents every method of the interface.
 """
 
 from __future__ import annotations

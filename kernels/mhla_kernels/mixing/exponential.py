@@ -7,7 +7,7 @@ generation state holds R summaries for any length. Learned dense coefficients of
 function of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
 separates over the axes of a grid.
 
-Longer than other modules: one kind of mixing is one file.
+This module is longer than others because it contains everything about one kind of mixing.
 """
 
 from __future__ import annotations

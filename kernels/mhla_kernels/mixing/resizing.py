@@ -27,8 +27,9 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     """Resize dense mixing coefficients from one block grid to another, for a different image, clip or sequence size.
 
     Coefficients are interpolated linearly between block centers, along the axes of the query block and of the key block. Then
-    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. If the grids are equal,
-    the values do not change.
+    each row is scaled to the interpolated sum of the old rows, so that rows with a sum of 1 keep it. A row whose interpolated
+    coefficients cancel to a sum of zero is scaled by ``prod(old_grid) / prod(new_grid)``. If the grids are equal, the values do
+    not change.
 
     Args:
         mixing: ``[M, M]`` or ``[H, M, M]`` with ``M = prod(old_grid)``, blocks in row-major order of the grid.
@@ -57,7 +58,8 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
     rows = carry @ mixing.double()
     resized = rows @ carry.T
     total = resized.sum(-1, keepdim=True)  # differs from the old sums, since fewer or more blocks are added up
-    resized = torch.where(total == 0, 0, resized * rows.sum(-1, keepdim=True) / total)
+    scale = torch.where(total == 0, prod(old_grid) / prod(new_grid), rows.sum(-1, keepdim=True) / total)
+    resized = resized * scale
     return resized.to(mixing.dtype)
 
 
@@ -68,12 +70,12 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
 
     1. For each block distance in the existing matrix, the new coefficient is the mean of the coefficients at this distance in
        the last half of the existing rows, after each row is divided by its sum.
-    2. For larger distances, the coefficient follows an exponential that never grows with distance. It is fitted to the larger
-       half of the existing distances. (See ``tail`` for alternatives.)
+    2. For larger distances, the coefficient follows an exponential that never grows with distance. The exponential is fitted to
+       the larger half of the existing distances. (See ``tail`` for alternatives.)
     3. The row is scaled to the mean sum of the last half of the existing rows.
 
     Args:
-        mixing: ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
+        mixing: nonnegative coefficients, ``[M, M]`` or ``[H, M, M]``; only the lower triangle counts.
         blocks: number of blocks of the result. If it is M or less, the result is the top left corner of ``mixing``.
         tail: coefficients beyond the largest existing distance: ``"exponential"``, ``"last"`` (the last existing value) or
             ``"zero"``.

@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, TokenLayout
-from mhla_kernels.checks import check_block_size, check_problem
+from mhla_kernels.checks import NEGATIVE_FEATURES, check_block_size, check_devices, check_features, check_problem
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import MixingLike, as_mixing
@@ -67,8 +67,8 @@ def mhla_sequence_parallel(
     over the group, as for any weight that is applied to a process's own tokens.
 
     Args:
-        q: queries of this process's n tokens, ``[B, n, H, Dk]``.
-        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H.
+        q: queries of this process's n tokens, ``[B, n, H, Dk]``. With ``normalize``, nonnegative after the feature map.
+        k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, n, Hkv, Dv]``.
         mixing: coefficients for the complete sequence, the same on every process.
         group: the processes in the order of their tokens: a process group, or a device mesh with one dimension, such as
@@ -92,8 +92,8 @@ def mhla_sequence_parallel(
         Outputs ``[B, n, H, Dv]`` in the dtype of ``v``.
 
     Raises:
-        ValueError: for arguments that do not fit together, or if n is not the number of tokens that :func:`share_tokens`
-            assigns to this process.
+        ValueError: for arguments that do not fit together, for negative features with ``normalize``, or if n is not the number
+            of tokens that :func:`share_tokens` assigns to this process.
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     mixing = as_mixing(mixing)
@@ -110,6 +110,9 @@ def mhla_sequence_parallel(
         complete_q, complete_k, complete_v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal,
         normalize=normalize, scale=scale, eps=eps, feature_map=feature_map,
     )._replace(q=q, k=k, v=v, key_mask=key_mask)  # fmt: skip
+    check_devices(problem)
+    if normalize and feature_map == "identity":
+        check_features({"q": (q, key_mask), "k": (k, key_mask)}, NEGATIVE_FEATURES)
     if q.shape[1] != bounds[last] - bounds[first]:
         raise ValueError(
             f"process {rank} of {world} has {q.shape[1]} tokens; of N={tokens} its share is {bounds[last] - bounds[first]}, "

@@ -10,6 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 from torch import Tensor
 
+from mhla_kernels.checks import check_block_size, check_offsets
 from mhla_kernels.sequence_parallel.collectives import gather_shares
 
 
@@ -44,7 +45,8 @@ def share_tokens(
         Index of the first token of each process, followed by N; P + 1 integers.
 
     Raises:
-        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
+        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given, ``block_size`` is positive, and
+            ``block_offsets`` increase from 0 to N.
     """
     bounds = block_bounds(tokens, block_size, block_offsets)
     return tuple(bounds[block] for block in share_blocks(len(bounds) - 1, processes))
@@ -63,14 +65,15 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
         M + 1 integers for M blocks. They equal ``block_offsets`` if it is given.
 
     Raises:
-        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given.
+        ValueError: unless exactly one of ``block_size`` and ``block_offsets`` is given, ``block_size`` is positive, and
+            ``block_offsets`` increase from 0 to N.
     """
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if block_offsets is not None:
-        return tuple(block_offsets)
+        return check_offsets(block_offsets, tokens)
     assert block_size is not None
-    return (*range(0, tokens, block_size), tokens)
+    return (*range(0, tokens, check_block_size(block_size)), tokens)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
 
 In this form no gradient is a difference of rounded outputs. Mode DQ runs first and stores 1 / n_t and g_t for DV and DK.
 
-Longer than other modules: one kernel computes all four results, and its stages and its launcher are read together.
+This module is longer than others because one kernel computes all four results, and its launcher must match it.
 """
 
 from __future__ import annotations

@@ -146,7 +146,10 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function from a shape to a float32 tensor of random numbers between 0 and 1, the same ones in each trial."""
+    """Return a function that makes float32 tensors of random numbers between 0 and 1, the same numbers in each trial.
+
+    The function takes the lengths of the axes as arguments.
+    """
     generator = torch.Generator(device).manual_seed(0)
     # not torch's default dtype
     return lambda *shape: torch.rand(shape, generator=generator, device=device, dtype=torch.float32)

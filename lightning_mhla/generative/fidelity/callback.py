@@ -89,6 +89,12 @@ class GenerationMetrics(SampleGrid):
         self.rows: list[dict[str, Any]] = []
         self._reference: ImageSet | None = None
 
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Discard the metrics and the reference features of an earlier fit with this callback."""
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self.rows, self._reference = [], None
+
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that images can be generated and compared with the reference images.
 

@@ -70,7 +70,7 @@ def fingerprint(network: nn.Module) -> str:
 
 
 class InceptionFeatures(FeatureNetwork):
-    """Inception-v3 network with which published FID values are computed.
+    """Inception-v3 network that is used for published FID values.
 
     It uses torch-fidelity's port of the TensorFlow weights of 2015-12-05, and resizes images as TensorFlow does. The features
     for sFID are the first seven channels of the layer ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion.

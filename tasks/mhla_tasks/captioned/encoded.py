@@ -24,7 +24,7 @@ from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 from mhla_tasks.captioned.text import CaptionEncoder
 
 LATENT, EMBEDDING = "latent.npy", "text.npy"
-"""Names of the members of an encoded sample: its latent, and the embedded tokens of its caption.
+"""Names of the tar members of an encoded sample: its latent, and the embedded tokens of its caption.
 
 If a set has latents of several sizes, their names begin with the numbers of rows and columns: ``16x12.latent.npy``. Additional
 captions of a sample are named ``1.text.npy`` and so on.
@@ -45,7 +45,7 @@ def read_manifest(sets: ShardSets) -> dict[str, Any]:
     """Read ``manifest.json``, the record of the options with which the training shards were written.
 
     Args:
-        sets: locations of the training and validation shards. The manifest lies beside the first training shard.
+        sets: locations of the training and validation shards. The manifest is in the folder of the first training shard.
 
     Returns:
         The options by name; an empty dict if the file does not exist.
@@ -66,7 +66,7 @@ def encoded_length(sets: ShardSets, default: int) -> int:
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
-    """Read the embedding of the empty caption from a file beside the first training shard.
+    """Read the embedding of the empty caption from a file in the folder of the first training shard.
 
     Args:
         sets: locations of the training and validation shards.

@@ -41,6 +41,9 @@ def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None
         module: trained module.
         folder: path of the folder for the transformer.
         adapters: path of a separate folder for LoRA adapters; None to merge the adapters into the weights.
+
+    Raises:
+        ValueError: if ``adapters`` is given for a model without LoRA adapters.
     """
     if adapters is None:
         merge_adapters(module.network)

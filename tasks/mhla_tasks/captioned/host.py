@@ -24,10 +24,10 @@ from lightning_mhla.system.untrusted import read_json
 log = logging.getLogger(__name__)
 
 ADDED = ".attn1.processor.attention."
-"""Part of the names of the parameters that replaced self-attention adds."""
+"""Part of the names of the parameters that the replacement of self-attention adds."""
 
 ADDED_CROSS = ".attn2.processor.attention."
-"""Part of the names of the parameters that replaced cross-attention adds."""
+"""Part of the names of the parameters that the replacement of cross-attention adds."""
 
 CONTAINERS = ("state_dict", "model", "module")
 """Names of the entries of a training checkpoint that may hold the weights."""
@@ -220,7 +220,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 def _blocks_of(path: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
     """Return the number of MHLA blocks along each axis, in self-attention and in cross-attention, for the weights at ``path``.
 
-    None in place of a number that is unknown, or without MHLA layers.
+    Each of the two results is None if the number is unknown or there are no MHLA layers.
     """
     if (trained := read_trained(path)) is not None:
         cross = {"attention": trained.options.get("cross_attention")}

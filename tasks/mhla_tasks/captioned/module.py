@@ -1,6 +1,7 @@
 """Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples.
 
-Longer than other modules: it contains training, validation and sampling of the text-to-image and text-to-video models.
+This module is longer than others because it contains training, validation and sampling for two kinds of models,
+text-to-image and text-to-video.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from mhla_tasks.captioned.sampling import check_patches, denoise, latent_shape
 from mhla_tasks.captioned.text import TextConfig, make_encoder
 
 AT_ONCE = 32
-"""Number of samples that are drawn at once."""
+"""Maximum number of samples that are drawn at once."""
 
 
 class CaptionedDiffusion(GenerativeModule):
@@ -86,7 +87,7 @@ class CaptionedDiffusion(GenerativeModule):
     """Class of the autoencoder that encodes samples as latents, which the network denoises, and decodes latents."""
 
     writer_kind: ClassVar[type[SampleFolder]]
-    """Class of the callback that writes what predict draws."""
+    """Class of the callback that writes the samples that the predict command draws."""
 
     samples: ClassVar[str]
     """Plural noun for the samples in error messages, such as ``images``."""

@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import is_file_name, shown
@@ -106,7 +107,7 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Base class of callbacks with which each process writes samples to files as soon as it has drawn them.
+    """Base class of callbacks that write samples to files as soon as the process has drawn them.
 
     A subclass sets the class attribute :attr:`kind`, which names the output folder. If it is ``images``, the samples for the
     prompt ``a red three`` are written to ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder
@@ -175,7 +176,8 @@ class SampleFolder(Callback):
         weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
         origin = {
             "weights": str(weights),
-            "written": weights.stat().st_mtime_ns if weights.is_file() else None,  # last.ckpt is overwritten
+            # last.ckpt is overwritten, whether it is a file or a folder of shards
+            "written": weights.stat().st_mtime_ns if weights.is_file() or is_sharded(weights) else None,
             **{name: pl_module.hparams[name] for name in self.origin},
         }
         origin = redacted(json.loads(json.dumps(origin)))
@@ -197,8 +199,8 @@ class SampleFolder(Callback):
         """Find the samples whose files do not exist yet.
 
         Args:
-            rows: dict for each requested sample, with ``file``, ``prompt``, ``index`` and what else the sample depends on:
-                ``seed``, or ``video``, the digest of a clip to continue.
+            rows: dict for each requested sample, with ``file``, ``prompt`` and ``index``, and either ``seed`` or, for a clip to
+                continue, ``video`` (digest of the clip).
 
         Returns:
             Positions in ``rows`` of the missing samples.

@@ -28,11 +28,12 @@ class TextConfig:
 
     Args:
         encoder: folder or Hugging Face Hub name of a diffusers pipeline whose tokenizer and text encoder are used. The text
-            encoder may be UMT5 (Wan), Gemma-2 (SANA), T5, mT5, or a different transformers model that is not an
+            encoder may be UMT5 (Wan), Gemma-2 (SANA), T5, mT5, or any transformers model that is not an
             encoder-decoder. null for a fixed random vector for each word, which suits small models.
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
         instruction: text to insert before each caption that is not empty, or "sana" for the instruction of SanaPipeline; null
-            for no instruction. Of the instruction's embeddings, only those of its first and last token are kept.
+            for no instruction. Only the embeddings of the instruction's first and last token are kept. It is ignored if encoder
+            is null.
         carry: factor, at least 0 and below 1. The embedding of the previous word times this factor is added to the embedding of
             each word, if encoder is null. With 0, a transformer cannot distinguish captions that differ only in the order of
             their words.

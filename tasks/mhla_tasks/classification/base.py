@@ -96,7 +96,7 @@ class Classifier(NamesClasses):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks of all training modules and, for a run with a report, the one that records results by class."""
+        """Return the base class's callbacks and, if training writes a report, one that records the results of each class."""
         reports = any(isinstance(callback, RunReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         records_classes = [ClassResults()] if reports and self.trainer.state.fn == "fit" else []
         return [*records_classes, *super().configure_callbacks()]
@@ -202,7 +202,7 @@ class Classifier(NamesClasses):
         """Update the validation metrics with the scores of one batch.
 
         Returns:
-            A dict with the class scores of all images, ``scores`` ``[B, num_classes]``.
+            A dict with the entry ``scores``, the class scores of all images, ``[B, num_classes]``.
         """
         return {"scores": self._evaluate(batch, "val")}
 
@@ -214,7 +214,10 @@ class Classifier(NamesClasses):
         """Compute the class probabilities of the images in a batch, except padding and images that cannot be decoded.
 
         Returns:
-            A dict with ``probability`` ``[n, num_classes]`` and the sample ``index`` ``[n]`` of the n remaining images.
+            A dict with two entries for the n remaining images:
+
+            * ``probability``: class probabilities, ``[n, num_classes]``.
+            * ``index``: sample indices, ``[n]``.
         """
         probabilities = self(batch["image"]).softmax(-1)
         decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]

@@ -56,7 +56,7 @@ class Digits(ResumableDataModule):
 
     @property
     def preprocessing(self) -> Preprocessing:
-        """Preprocessing of images in prediction: stretch the image to a square, and scale its gray values to 0 .. 1."""
+        """Preprocessing of images in prediction: stretching to a square, and scaling of gray values to the range 0 to 1."""
         return Preprocessing(self.side, channels=1, crop_share=None, mean=(0.0,), std=(1.0,))
 
 

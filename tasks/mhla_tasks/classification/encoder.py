@@ -1,4 +1,4 @@
-"""Image encoders of transformers and timm with replaced attention, trained to compute the original patch vectors."""
+"""Image encoders from transformers or timm whose attention is replaced, then trained to match the original encoder."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ from lightning_mhla.training.options import TrainingOptions
 BIDIRECTIONAL = AttentionConfig(
     kind="mhla_window", block_grid=[4, 4], feature_map="learned", options={"far_init": -2.0}
 )
-"""Default replacement of softmax attention: 4 x 4 blocks for an image of any size. Far patches start with a low weight."""
+"""Default replacement of softmax attention: a grid of 4 x 4 blocks for an image of any size. Distant patches start with a low
+weight."""
 
 
 class LinearizedImageEncoder(LinearizedEncoder):
-    """Image encoder of transformers or timm (DINOv2, ViT, ...) with new attention, trained to match the original.
+    """Image encoder from transformers or timm (DINOv2, ViT, ...) with new attention, trained to match the original encoder.
 
-    The pooling and the classifier of an encoder of timm are not trained, and are exported with it.
+    The pooling and the classifier of a timm encoder are not trained, but are exported with the encoder.
 
     Args:
-        pretrained: encoder to start from: a folder of transformers or timm, a name on the Hugging Face Hub,
-            timm:ARCHITECTURE or timm:OWNER/NAME for an encoder of timm, or a checkpoint or run folder of this class. Its
-            weights are not read if --ckpt_path supplies them.
+        pretrained: encoder to start from: a folder that transformers or timm saved, a name on the Hugging Face Hub,
+            timm:ARCHITECTURE or timm:OWNER/NAME for a timm encoder, or a checkpoint or run folder of this class. The weights
+            are not read if --ckpt_path supplies them.
         attention: options of the new attention.
-        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
-            the kind attention.kind. null replaces all layers.
-        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them; attention,
-            those of the replaced attention layers with their projections; new, only those that the replacement added; lora, the
-            added ones and LoRA adapters of the projections.
-        lora: rank and alpha of the adapters.
-        distillation: teacher, and weights of the distances from it.
-        pooling: vector that is the embedding of an image. first is the vector of the class token, mean the mean over the class
-            token and all patches, head what an encoder of timm passes to its classifier.
+        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
+            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
+        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
+            trains the replaced attention layers, including their projections. new trains only the parameters that the
+            replacement added. lora trains these and LoRA adapters of the projections.
+        lora: rank, alpha and dropout of the LoRA adapters.
+        distillation: teacher model, number of layer-matching steps, and weights of the terms of the loss.
+        pooling: vector that serves as the embedding of an image. first takes the vector of the class token, mean takes the mean
+            over the class token and all patches, and head takes the vector that a timm encoder passes to its classifier.
         network: configuration of the encoder, which is read from pretrained; do not set it.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     train_batch = ("image",)

@@ -76,10 +76,11 @@ def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | No
 
 
 def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
-    """Export the network of a classifier and its class names to a folder.
+    """Export a trained classifier with its class names, or a trained image encoder, to a folder.
 
-    The folder can be loaded with ``from_pretrained`` of the network's class. If the network is a timm model, the folder is
-    loaded with ``timm.create_model`` instead, or with ``lightning_mhla.load_swapped`` if its attention was replaced.
+    A timm model is loaded from the folder with ``timm.create_model``, or with ``lightning_mhla.load_swapped`` if its attention
+    was replaced. Other networks are loaded with ``from_pretrained`` of their class, or of ``transformers.AutoModel``. LoRA
+    adapters are first merged into the weights of ``module``.
 
     Args:
         module: trained classifier, or encoder with replaced attention.
@@ -110,7 +111,14 @@ def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
 def _write_timm(
     network: Any, folder: Path, class_names: Sequence[str] | None, data_config: Mapping[str, Any] | None
 ) -> None:
-    """Write a timm model to a folder; see :func:`lightning_mhla.swap.save_swapped` for the arguments."""
+    """Write a timm model to a folder.
+
+    Args:
+        network: timm model; its attention may be replaced.
+        folder: path of the folder to write.
+        class_names: class names in the order of the labels; None to write no names.
+        data_config: preprocessing options in timm's notation; None to keep those of the model.
+    """
     if hasattr(network, SAVED):
         save_swapped(network, folder, label_names=class_names, data_config=data_config)
         return

@@ -29,9 +29,9 @@ SIDE = 112
 class ClassResults(Callback):
     """Callback that writes the confusion matrix and the worst mistakes of each validation during training to ``classes.json``.
 
-    The file lies in the folder of the run, and ``report.html`` shows its content. It is replaced at each validation. Images are
-    counted once, on any number of processes. The worst mistakes are the wrongly classified images whose true class got the
-    lowest probability.
+    The file lies in the folder of the run, and ``report.html`` shows its content. It is replaced at each validation. Each
+    image is counted once, regardless of the number of processes. The worst mistakes are the wrongly classified images whose
+    true class got the lowest probability.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class ClassResults(Callback):
         Args:
             trainer: trainer of the run.
             pl_module: classifier.
-            outputs: dict with the class scores ``[B, classes]`` of all images of the batch, ``scores``.
+            outputs: dict with the entry ``scores``, the class scores of all images in the batch, ``[B, classes]``.
             batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]`` bool, False for padding
                 and images that cannot be decoded.
             batch_idx: index of the batch.
@@ -113,13 +113,13 @@ class ClassResults(Callback):
 
 
 def encoded_picture(image: Tensor, data: Any) -> str:
-    """Convert the input of a classifier back to a picture, and encode it as PNG in base64.
+    """Convert the input of a classifier back to a picture of at most 112 x 112 pixels, and encode it as PNG in base64.
 
     Args:
-        image: input ``[C, H, W]``. With one or three channels, it is a gray or a colored picture; with any other number, the
-            mean of the channels is shown.
-        data: data module. If it has ``preprocessing``, its mean and standard deviation are undone; otherwise the values of the
-            image are stretched to the full range.
+        image: input ``[C, H, W]``. One channel gives a gray picture, and three channels give a color picture; with any other
+            number, the mean of the channels is shown.
+        data: data module. If its attribute ``preprocessing`` fits the channels, the normalization by mean and standard
+            deviation is undone; otherwise the values of the image are stretched to the full range.
     """
     image = image.detach().float().cpu()
     if len(image) not in (1, 3):

@@ -45,7 +45,7 @@ class TimmClassifier(Classifier):
         train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the new attention
             layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
             parameters and low-rank adapters of the projections.
-        lora: rank and alpha of the low-rank adapters.
+        lora: rank, alpha and dropout of the low-rank adapters.
         distillation: options for training the new attention to match the original attention.
         label_smoothing: fraction of each label's probability that is spread evenly over all classes; 0 for none.
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.

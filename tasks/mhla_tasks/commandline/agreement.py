@@ -61,13 +61,12 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
-        The number of configuration files if the option is on the command line. Otherwise the index, among these files, of the
-        last one that sets the option; -1 if no file does.
+        The number of sources if the option is on the command line. Otherwise the index of the last configuration file that sets
+        the option; -1 if no source does.
     """
-    files = [source for source in sources if not source.typed]
     ranks = [
-        len(files) if source.typed else files.index(source)
-        for source in sources
+        len(sources) if source.typed else index
+        for index, source in enumerate(sources)
         if name in _arguments(source.values.get(part))
     ]
     return max(ranks, default=-1)

@@ -41,7 +41,8 @@ def use_run_folder(options: Any) -> RunFolder:
             logger.init_args.update(Namespace(logger_options))
             if folder.taken and logger.class_path.endswith("CSVLogger"):
                 folder.keep("metrics.csv")  # otherwise Lightning deletes the table of an earlier start
-        elif logger.init_args.get("save_dir", path) in (None, "", "."):  # W&B and others default to the working folder
+        elif logger.get("init_args", Namespace()).get("save_dir", path) in (None, "", "."):
+            # W&B and others default to the working folder; a logger without parameters has no init_args.
             logger.init_args["save_dir"] = str(path)
     return folder
 

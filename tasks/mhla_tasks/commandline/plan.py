@@ -198,8 +198,14 @@ def _requested_checkpoint(sources: Sequence[Source], run: str | None) -> str | N
 
 
 def _strongest(sources: Sequence[Source], name: str) -> str | None:
-    """Return the value of an option from the last source that sets it to a string; None if no source does."""
-    texts = [value for source in sources if isinstance(value := source.values.get(name), str)]
+    """Return the value of an option as text, from the last source that sets it; None if no source does."""
+    texts: list[str] = []
+    for source in sources:
+        value = source.values.get(name)
+        if isinstance(value, str):
+            texts.append(value)
+        elif value is not None and source.option is not None and source.option.value is not None:
+            texts.append(source.option.value)  # a folder may be called 2024, which YAML reads as a number
     return texts[-1] if texts else None
 
 

@@ -82,12 +82,13 @@ class Parser(argparse.ArgumentParser):
 
     @override
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: object = None) -> object:  # type: ignore[override]
-        arguments = sys.argv[1:] if args is None else args
-        return super().parse_known_args([_with_underscores(word) for word in arguments], namespace)
+        arguments = list(sys.argv[1:] if args is None else args)
+        end = arguments.index("--") if "--" in arguments else len(arguments)  # what follows are values, not options
+        return super().parse_known_args([*map(_with_underscores, arguments[:end]), *arguments[end:]], namespace)
 
 
 def _with_underscores(word: str) -> str:
-    if not word.startswith("--") or word == "--":
+    if not word.startswith("--"):
         return word
     name, equals, value = word[2:].partition("=")
     return f"--{name.replace('-', '_')}{equals}{value}"

@@ -212,10 +212,10 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
         return
     for key, value in node.value:
         key_path, line = (*path, str(key.value)), key.start_mark.line + 1
-        if lines.setdefault(key_path, line) != line and key.value != "<<":
-            raise ValueError(
-                f"{'.'.join(map(str, key_path))} is given twice, in line {lines[key_path]} and in line {line}; remove one"
-            )
+        if key_path in lines and key.value != "<<":
+            places = " and ".join(f"in line {number}" for number in sorted({lines[key_path], line}))
+            raise ValueError(f"{'.'.join(map(str, key_path))} is given twice, {places}; remove one")
+        lines[key_path] = line
         _note_lines(value, key_path, lines)
 
 

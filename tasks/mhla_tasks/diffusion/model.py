@@ -25,7 +25,7 @@ SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24
 """Width, depth and number of heads of each size (DiT, table 1)."""
 
 FREQUENCIES = 256
-"""Width of the sinusoidal embedding of a timestep (DiT's code)."""
+"""Width of the sinusoidal embedding of a timestep, as in DiT's code."""
 
 
 class DiT(ModelMixin, ConfigMixin):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline, ImagePipelineOutput
+from diffusers import AutoencoderKL, DDPMScheduler, DiffusionPipeline, ImagePipelineOutput
 from PIL import Image
 
 from lightning_mhla.data.sampling import sample_generator
@@ -93,15 +93,18 @@ class DiTPipeline(DiffusionPipeline):
 
         Raises:
             ValueError: if a label is not a class of the network, if guidance is requested for a network that was never trained
-                without labels, or if the number of steps is out of range.
+                without labels, if the number of steps is out of range, or if the output type is unknown.
         """
         steps = self.config.steps if num_inference_steps is None else num_inference_steps
         guidance = self.config.guidance if guidance_scale is None else guidance_scale
         check_labels(class_labels, self.transformer.num_classes)
         if guidance != 1 and not self.config.guidable:
             raise ValueError(f"guidance_scale={guidance} needs a network that was also trained without labels")
-        if not 1 <= steps <= TIMESTEPS:
-            raise ValueError(f"num_inference_steps={steps} must lie between 1 and {TIMESTEPS:,}")
+        minimum = 2 if isinstance(self.scheduler, DDPMScheduler) else 1  # one step of DDPM would return noise
+        if not minimum <= steps <= TIMESTEPS:
+            raise ValueError(f"num_inference_steps={steps} must lie between {minimum} and {TIMESTEPS:,}")
+        if output_type not in ("pil", "np", "pt", "latent"):
+            raise ValueError(f"output_type={output_type!r} is not one of 'pil', 'np', 'pt', 'latent'")
         if seed is not None:
             generator = [sample_generator(seed, index) for index in range(len(class_labels))]
         labels = torch.tensor(list(class_labels), device=self._execution_device)

@@ -23,7 +23,7 @@ from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.diffusion.model import DiT
 
 BLOCKS = r"^(?:transformer_)?blocks\.(\d+)\."
-"""Pattern of the prefix of the names of a block's weights, in both published layouts."""
+"""Pattern of the prefix of the names of a block's weights, both in diffusers and in the original DiT."""
 
 RENAMED = {
     "pos_embed.proj.": "patches.proj.",
@@ -36,7 +36,7 @@ RENAMED = {
     "proj_out_2.": "head.",
     "final_layer.linear.": "head.",
 }
-"""Prefixes of names outside the blocks, in both published layouts, and our names for them."""
+"""Prefixes of the names of weights outside the blocks, in diffusers or the original DiT, and the prefixes in this package."""
 RENAMED_IN_BLOCKS = {
     "norm1.linear.": "modulation.1.",
     "adaLN_modulation.1.": "modulation.1.",
@@ -48,12 +48,12 @@ RENAMED_IN_BLOCKS = {
     "mlp.fc1.": "mlp.fc1.",
     "mlp.fc2.": "mlp.fc2.",
 }
-"""Prefixes of names in a block, in both published layouts, and our names for them."""
+"""Prefixes of the names of a block's weights, in diffusers or the original DiT, and the prefixes in this package."""
 EMBEDDINGS = {
     "norm1.emb.timestep_embedder.": "time.",
     "norm1.emb.class_embedder.embedding_table.": "label.",
 }
-"""Prefixes of the embeddings, of which every block has a copy in diffusers' layout, and our names for them."""
+"""Prefixes of the names of the embeddings, which diffusers stores in every block, and the prefixes in this package."""
 
 
 def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

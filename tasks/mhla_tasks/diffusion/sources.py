@@ -27,7 +27,7 @@ LATENT, FLIPPED = "latent.npy", "flip.npy"
 class SignedImage:
     """Transform that converts an image to a square float32 tensor ``[C, S, S]`` in -1 .. 1.
 
-    The image is resized until its shorter side is S, cropped to its central square, and randomly mirrored.
+    The image is resized so that its shorter side is S, cropped to its central square, and randomly mirrored.
 
     Args:
         size: side S in pixels.
@@ -48,10 +48,10 @@ class SignedImage:
 
 
 def shrink(image: Image.Image, size: int) -> Image.Image:
-    """Resize an image until its shorter side is ``size``, as ADM's preprocessing does.
+    """Resize an image so that its shorter side is ``size`` pixels, as in ADM's preprocessing.
 
-    A box filter halves the image as long as it is at least twice as large as required. Bicubic interpolation then resizes it to
-    the required size.
+    A box filter halves the image for as long as it is at least twice as large as required. Bicubic interpolation then resizes
+    it to the required size.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

@@ -47,7 +47,7 @@ def chat(
     """
     set_seed(seed)
     model, tokenizer = load_model(path)
-    chatting = Chat(model.to(process_device(device)), tokenizer, system, count or LONGEST, sampling)
+    chatting = Chat(model.to(process_device(device)), tokenizer, system, LONGEST if count is None else count, sampling)
     interactive = sys.stdin.isatty()
     if not chatting.conversation.has_template:
         _note("the model has no chat template: it continues what you write")
@@ -74,6 +74,9 @@ class Chat:
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
         sampling: sampling options by name, such as ``temperature``; missing ones come from the model's generation settings.
+
+    Raises:
+        ValueError: if an option is out of range, or the chat template does not accept a system message.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Chat:
         sampling: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.count, self.sampling = count, _settings(model, sampling)
+        self.count, self.sampling = count, _settings(model, {**sampling, "max_new_tokens": count})
         self.reset()
 
     def reset(self) -> None:
@@ -156,7 +159,7 @@ class Chat:
 
 
 def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the sampling arguments for transformers' ``generate``.
+    """Build the sampling arguments for transformers' ``generate``, without ``max_new_tokens``.
 
     Options that the user has set take precedence. Missing ones come from the model's generation settings, and then from the
     defaults of :class:`GenerationOptions`.
@@ -164,6 +167,9 @@ def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str,
     Args:
         model: causal language model.
         requested: options that the user has set, such as ``temperature``.
+
+    Raises:
+        ValueError: if an option is out of range.
     """
     model_settings = model.generation_config
     names = ("temperature", "top_k", "top_p")
@@ -191,7 +197,7 @@ def _lines(interactive: bool) -> Iterator[str]:
     """Yield each line that the user enters, without surrounding whitespace, until the input ends.
 
     Args:
-        interactive: whether the user types the lines in a terminal, which then shows a prompt sign.
+        interactive: whether the user types the lines in a terminal; if so, ``> `` is printed before each line.
     """
     if interactive:
         import readline  # noqa: F401  adds line editing and history to input()

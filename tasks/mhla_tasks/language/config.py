@@ -23,7 +23,7 @@ CLASSES = {
     "AutoModelForTokenClassification": "MHLAForTokenClassification",
     "AutoModelForQuestionAnswering": "MHLAForQuestionAnswering",
 }
-"""Mapping from transformers' auto classes to the classes that they load for these models."""
+"""Mapping from transformers' auto classes to the classes that they load for MHLA models."""
 
 MODULE = f'''"""The classes of this model come with the package lightning-mhla."""
 
@@ -46,7 +46,7 @@ class MHLAConfig(PreTrainedConfig):
         dim: width of the model.
         depth: number of layers.
         heads: number of attention heads.
-        key_value_heads: number of heads of keys and values, a divisor of ``heads``; None for ``heads``.
+        key_value_heads: number of heads of keys and values, a divisor of ``heads``; None for as many as ``heads``.
         key_width: width of a key in one head; None for ``dim / heads``.
         value_width: width of a value in one head; None for ``dim / heads``.
         mlp_width: inner width of the SwiGLU MLP.

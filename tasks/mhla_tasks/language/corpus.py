@@ -114,7 +114,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
         if empty:
             raise ValueError(f"{', '.join(sources)}: no document" + (f"; {remarks}" if remarks.counts else ""))
     except MissingColumnError as error:
-        raise ValueError(f"{error}; choose one with --column") from error
+        raise ValueError(f"{error}; choose one with --column (--data.column in training)") from error
     finally:
         if not empty:
             remarks.report()

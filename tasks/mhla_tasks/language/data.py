@@ -99,12 +99,12 @@ class PythonSource(TextData):
     """Data module for the source code of Python's standard library: 9 MB of real text that needs no download.
 
     Args:
-        batch_size: number of samples in a batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         context: number of tokens in a sample.
         vocab_size: vocabulary size of the byte-level BPE tokenizer, which is trained on the text once and kept in the cache.
         separate_documents: whether tokens attend only to tokens of the same file.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
-        seed: seed of the order of the samples; null for the value of seed_everything.
+        seed: random seed for the order of the samples; null for the seed of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
         prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """
@@ -169,14 +169,14 @@ class HubText(TextData):
         data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
         column: name of the column that holds the text.
-        batch_size: number of samples in a batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
         steps_per_epoch: number of batches in an epoch.
         shuffle_buffer: number of documents that are shuffled together; 0 for the order of the data set.
         val_documents: number of documents at the start of the data set that are used for validation only.
-        num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
-        seed: seed of the shuffle; null for the value of seed_everything.
+        num_workers: 0 to read and tokenize in the training process; 1 or more to do so in one separate process.
+        seed: random seed for the order of the documents; null for the seed of seed_everything.
         control_tokens: whether the spelling of a control token in a text, such as <|endoftext|>, becomes that token; false
             leaves it as text.
         prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
@@ -205,6 +205,11 @@ class HubText(TextData):
             context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
         )
         self.save_hyperparameters(ignore=["prompts"])
+        for option, value, least in (
+            ("steps_per_epoch", steps_per_epoch, 1), ("shuffle_buffer", shuffle_buffer, 0), ("val_documents", val_documents, 0),
+        ):  # fmt: skip
+            if value < least:
+                raise ValueError(f"{option}={value} must be at least {least}")
         self.tokenizer_name, self.column, self.control_tokens = tokenizer, column, control_tokens
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
         self.steps_per_epoch, self.shuffle_buffer, self.val_documents = steps_per_epoch, shuffle_buffer, val_documents
@@ -336,11 +341,11 @@ class TokenShards(TextData):
         val: shards to validate and test on, given in the same way as train.
         tokenizer: folder of the tokenizer, or name of a model on the Hugging Face Hub; null for the folder tokenizer/ beside
             the shards.
-        batch_size: number of samples in a batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
         num_workers: number of worker processes for each training process.
-        seed: seed of the order of the samples; null for the value of seed_everything.
+        seed: random seed for the order of the samples; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloads.
         prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
     """

@@ -1,4 +1,4 @@
-"""Text encoders from the transformers library whose attention is replaced, then trained to compute the original embeddings."""
+"""Text encoders from the transformers library whose attention is replaced, then trained to match the original encoder."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ BIDIRECTIONAL = AttentionConfig(
     feature_map="learned",
     options={"sinks": 1, "far_init": -2.0},
 )
-"""Default replacement of softmax attention: the first token is a sink, far tokens start with a low weight, and exponential
-coefficients serve texts of any length."""
+"""Default replacement of softmax attention: the first token is a sink, distant tokens start with a low weight, and
+exponential coefficients support texts of any length."""
 
 
 class LinearizedTextEncoder(LinearizedEncoder):
     """Text encoder from the transformers library whose attention is replaced, then trained to match the original encoder.
 
     Args:
-        pretrained: encoder to start from: a folder of transformers, a name on the Hugging Face Hub, or a checkpoint or run
-            folder of this class. Its weights are not read if --ckpt_path supplies them.
+        pretrained: encoder to start from: a folder that transformers saved, a name on the Hugging Face Hub, or a checkpoint or
+            run folder of this class. The weights are not read if --ckpt_path supplies them.
         attention: options of the new attention.
-        layer_kinds: pattern of the layers, repeated to the depth. keep leaves a layer unchanged; replace gives it attention of
-            the kind attention.kind. null replaces all layers.
-        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them; attention,
-            those of the replaced attention layers with their projections; new, only those that the replacement added; lora, the
-            added ones and LoRA adapters of the projections.
-        lora: rank and alpha of the adapters.
-        distillation: teacher, and weights of the distances from it.
-        pooling: vector that is the embedding of a text. mean is the mean of its token vectors, first the vector of its first
-            token.
+        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
+            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
+        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
+            trains the replaced attention layers, including their projections. new trains only the parameters that the
+            replacement added. lora trains these and LoRA adapters of the projections.
+        lora: rank, alpha and dropout of the LoRA adapters.
+        distillation: teacher model, number of layer-matching steps, and weights of the terms of the loss.
+        pooling: vector that serves as the embedding of a text. mean takes the mean of its token vectors, and first takes the
+            vector of its first token.
         network: configuration of the encoder, which is read from pretrained; do not set it.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     train_batch = ("tokens", "mask")

@@ -39,8 +39,8 @@ WINDOW = AttentionConfig(
     feature_map="learned",
     options={"sinks": 4, "far_init": -4.0, "feature_positions": 1},
 )
-"""Default replacement of softmax attention. Sinks hold what models store in their first tokens. Features that are not trained
-yet are a bad approximation of far tokens, so these start with a low weight."""
+"""Default replacement of softmax attention. Sinks keep softmax attention to the first tokens, which trained models rely on.
+Untrained features approximate the attention to distant tokens poorly, so these tokens start with a low weight."""
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Configuration options that hold the indices of special tokens."""
@@ -57,15 +57,15 @@ class LinearizedModel(CausalLanguageModel):
             original model.
         layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
             unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
-        train: parameters that are trained after the layer-matching stage. all trains all of them. attention trains the replaced
-            attention layers, including their projections. new trains only the parameters that the replacement added. lora
-            trains these and LoRA adapters of the projections.
-        lora: rank and alpha of the LoRA adapters.
+        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
+            trains the replaced attention layers, including their projections. new trains only the parameters that the
+            replacement added. lora trains these and LoRA adapters of the projections.
+        lora: rank, alpha and dropout of the LoRA adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
         generation: options for continuing prompts in predict.
         network: configuration of the model, which is read from pretrained; do not set it.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class DecoderShape:
         dim: width of the model.
         depth: number of layers.
         heads: number of attention heads.
-        key_value_heads: number of heads of keys and values, a divisor of heads; null for heads.
+        key_value_heads: number of heads of keys and values, a divisor of heads; null for as many as heads.
         key_width: width of a key in one head; null for dim / heads.
         value_width: width of a value in one head; null for dim / heads.
         mlp_width: inner width of the SwiGLU MLP.
@@ -64,7 +64,7 @@ class LanguageModel(CausalLanguageModel):
         generation: options for continuing prompts in predict.
         pretrained: run folder, checkpoint or exported folder whose weights training starts from, with any context and
             vocabulary; not read if --ckpt_path supplies the weights.
-        training: optimizer, moving average of the weights, checkpointing and compilation.
+        training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
 
     def __init__(

@@ -47,7 +47,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
 
 @torch.no_grad()
 def examine(network: PreTrainedModel, context: int) -> bool:
-    """Check that a model can be trained, and test whether its logits are ``hidden @ weight.T`` for its head's weight.
+    """Check that a model can be trained, and test whether its logits are the product of hidden states and head weight.
 
     If they are, the loss can be computed without storing the logits of all tokens at once.
 

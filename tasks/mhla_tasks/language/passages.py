@@ -18,7 +18,7 @@ from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
-"""Number of tokens to a multiple of which passages are padded. A batch contains passages with the same padded length."""
+"""Passages are padded to a multiple of this number of tokens. A batch contains passages with the same padded length."""
 
 TEXTS_AT_ONCE = 1024
 """Number of texts that are encoded together."""
@@ -72,14 +72,14 @@ class TextPassages(ResumableDataModule):
         val: files, folders or data sets of the held-out texts, for validation and tests.
         tokenizer: folder of the tokenizer, usually that of the pretrained encoder, or name of a model on the hub.
         length: maximum number of tokens in a passage; longer passages are cut.
-        batch_size: number of passages in a batch, over all processes together.
+        batch_size: number of passages per batch, summed over all processes.
         unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
             used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the text.
         val_passages: number of held-out passages that are used, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
-        seed: seed of the order of the passages; null for the value of seed_everything.
+        seed: random seed for the order of the passages; null for the seed of seed_everything.
     """
 
     def __init__(

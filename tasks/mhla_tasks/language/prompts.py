@@ -31,6 +31,9 @@ class GenerationOptions:
         beams: number of beams of beam search; more than 1 requires temperature 0.
         control_tokens: whether the spelling of a control token in a prompt, such as <|im_start|>, becomes that token, as in
             prompts made by a chat template; false leaves it as text.
+
+    Raises:
+        ValueError: if an option is out of range, or if beam search is combined with sampling.
     """
 
     max_new_tokens: int = 128
@@ -43,6 +46,8 @@ class GenerationOptions:
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
             raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
+        if self.top_k < 0 or not 0 <= self.top_p <= 1:
+            raise ValueError(f"{self}: top_k must not be negative, and top_p must be between 0 and 1")
         if self.beams > 1 and self.temperature:
             raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 

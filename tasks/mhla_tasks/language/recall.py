@@ -110,9 +110,9 @@ class AssociativeRecall(QuestionData):
         vocab_size: number of tokens in the vocabulary; token 0 is neither key nor value.
         power: exponent of the distribution of the questions' positions; small values put them close to the pairs.
         random_non_queries: whether tokens between the questions are random tokens of the full vocabulary; otherwise they are 0.
-        batch_size: number of samples in a batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         num_workers: number of worker processes for each training process.
-        seed: seed of the sequences and their order; null for the value of seed_everything.
+        seed: random seed for the sequences and their order; null for the seed of seed_everything.
     """
 
     def __init__(
@@ -133,6 +133,11 @@ class AssociativeRecall(QuestionData):
             name: [as_dataclass(RecallPart, part) for part in part_options]
             for name, part_options in (("train", train), ("val", val))
         }
+        for name, listed in parts.items():
+            if not listed:
+                raise ValueError(
+                    f"{name}=[] has no set of sequences; give at least one, with tokens, pairs and samples"
+                )
         self.parts = {"train": parts["train"], "validate": parts["val"], "test": parts["val"]}
         for part in (*parts["train"], *parts["val"]):
             if vocab_size <= part.tokens or part.pairs > vocab_size // 2 - 1:
@@ -198,8 +203,8 @@ class Needle(QuestionData):
     A sequence has a key and its value at a random position among random tokens, and the key again at the end. The model has to
     predict the value after the last key. Keys, values and the haystack (the other tokens) come from different thirds of the
     vocabulary. Accuracy is logged by sequence length (``val/accuracy_tokens512``), and by length and depth
-    (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth tells in which fifth of the haystack the pair is, starting at
-    0.
+    (``val/accuracy_tokens512_depth0`` to ``depth4``). The depth is the fifth of the haystack that contains the pair, counted
+    from 0.
 
     Args:
         tokens: number of tokens in a training sequence.
@@ -207,9 +212,9 @@ class Needle(QuestionData):
         vocab_size: number of tokens in the vocabulary.
         samples: number of training sequences in an epoch.
         val_samples: number of sequences of each length to validate on.
-        batch_size: number of samples in a batch, over all processes together.
+        batch_size: number of samples per batch, summed over all processes.
         num_workers: number of worker processes for each training process.
-        seed: seed of the sequences and their order; null for the value of seed_everything.
+        seed: random seed for the sequences and their order; null for the seed of seed_everything.
     """
 
     DEPTHS = 5

@@ -74,7 +74,7 @@ class StateCache(GenerationCache, Cache):
         """Raise ValueError if tokens are to be removed, which a generation state does not support.
 
         Args:
-            tokens_to_remove: number of tokens to remove; 0 does nothing.
+            tokens_to_remove: number of tokens to remove, which transformers passes as a negative integer; 0 does nothing.
         """
         if tokens_to_remove:
             raise ValueError(f"crop({tokens_to_remove}): a state cannot remove tokens; compute it again")

@@ -223,7 +223,7 @@ class StreamLoader:
         batch_size: number of rows in the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
-        num_workers: 0 to read and tokenize in the training process, 1 to do so in a separate process.
+        num_workers: 0 to read and tokenize in the training process; 1 or more to do so in one separate process.
         trainer: Trainer whose batch count identifies the last batch used for training; None to start with the first batch.
     """
 

@@ -11,8 +11,8 @@ from lightning_mhla.system.untrusted import parse_array, parse_array_header
 from mhla_tasks.language.text_bytes import missing_between
 
 TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
-"""Names of the members of a sample: its tokens, the first token of each document, and the bytes of each document minus the
-bytes of its tokens. The last member is omitted if all differences are 0."""
+"""Names of the members of a sample: its tokens, the index of the first token of each document, and the length of each document
+in bytes minus the number of bytes that its tokens stand for. The last member is omitted if the difference is always 0."""
 
 
 class ShardRuns:

@@ -117,7 +117,8 @@ def check_groups(groups: np.ndarray, names: Sequence[str], batch_size: int, what
 def _image_size(files: CaptionedFiles, index: int) -> Size:
     size = None
     try:
-        for data in (files.head(index, EXTENSIONS, HEAD), files.member(index, EXTENSIONS)[1]):
+        for read in (lambda: files.head(index, EXTENSIONS, HEAD), lambda: files.member(index, EXTENSIONS)[1]):
+            data = read()
             try:
                 image = open_image(data)
                 size = (image.height, image.width)

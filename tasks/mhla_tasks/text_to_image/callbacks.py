@@ -73,7 +73,7 @@ class SceneScores(ImagePictures):
 
     The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` (position), and ``scenes/all``
     for images that pass all checks. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. A classifier of
-    digits checks the images; it accepts 87% of the held-out scenes in the data.
+    digits makes the checks, which 87% of the held-out scenes in the data pass.
 
     Args:
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.
@@ -93,6 +93,8 @@ class SceneScores(ImagePictures):
         at_start: bool = False,
         seed: int = 0,
     ) -> None:
+        if per_prompt < 1:
+            raise ValueError(f"per_prompt={per_prompt} must be at least 1")
         chosen = every_caption() if prompts is None else prompts
         for prompt in chosen:
             parse_caption(prompt)

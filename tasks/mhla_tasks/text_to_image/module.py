@@ -35,8 +35,8 @@ class TextToImage(CaptionedDiffusion):
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
         layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
-            and "replace" uses attention.kind. [keep, replace] replaces the attention of every second layer, and [keep] of none.
-            null replaces the attention of all layers.
+            and "replace" uses attention.kind. [keep, replace] replaces the attention of every second layer, and [keep] replaces
+            none. null replaces the attention of all layers.
         cross_attention: options of the attention that replaces the transformer's cross-attention to the caption in all layers,
             such as {block_grid: [4, 4], key_block_size: 8}; null keeps the original. Its kind is mhla, linear or softmax.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.
@@ -130,7 +130,7 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data module. Images for metrics such as FID are drawn for them, the same number for each prompt."""
+        """Prompts of the data module. Metrics such as FID are computed from equally many images for each prompt."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 

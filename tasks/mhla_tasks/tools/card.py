@@ -49,7 +49,7 @@ class ExportedRun:
     live: bool
 
     def configuration(self) -> Any:
-        """Return the configuration of the checkpoint's run for publication; None if it is missing or cannot be read."""
+        """Return the configuration of the checkpoint's run, without secrets and local folders; None if it cannot be read."""
         for folder in self.checkpoint.absolute().parents[:3]:  # RUN/checkpoints/recovery/NAME.ckpt at most
             if (folder / CONFIG).is_file() and is_run(folder):
                 try:

@@ -9,7 +9,7 @@ from mhla_tasks.commandline.console import harmless
 
 
 def escaped(text: Any) -> str:
-    """Convert a value to one line of text, and escape the characters that Markdown or HTML would interpret."""
+    """Convert a value to one line of text, and escape links, code, emphasis with asterisks, tables and HTML in it."""
     line = " ".join(harmless(str(text)).split())
     return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
 

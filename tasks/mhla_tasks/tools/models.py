@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 from mhla_tasks.commandline.console import harmless
-from mhla_tasks.commandline.registry import Run, passes_on
+from mhla_tasks.commandline.registry import Run, help_text, passes_on
 from mhla_tasks.commandline.user_modules import add_allow
 
 
@@ -100,15 +100,15 @@ def linearize(parser: ArgumentParser) -> Run:
         lightning linearize sentence-transformers/all-MiniLM-L6-v2 minilm-linear --train train.jsonl --val val.jsonl
         lightning linearize facebook/dinov2-small dino-linear --train photos/train --val photos/val
 
-    The source is a causal language model or an encoder of texts or images of transformers, or an image encoder of timm: a
-    folder, a name on the Hugging Face Hub (of timm: timm:ARCHITECTURE, timm:OWNER/NAME or timm/NAME), a GGUF file, or an ONNX
-    file of DINOv2. Two training runs follow each other: the first matches each new layer to the
-    original one, the second trains the complete model to predict what the original predicts. Layers whose replacement costs
-    most keep softmax attention. The best state of the second run is exported.
+    The source is a causal language model, a text encoder or an image encoder of transformers, or an image encoder of timm. It
+    is a folder, a name on the Hugging Face Hub (for timm: timm:ARCHITECTURE, timm:OWNER/NAME or timm/NAME), a GGUF file, or an
+    ONNX file of DINOv2. There are two training runs. The first matches each new layer to the original one, and the second
+    trains the complete model to predict what the original model predicts. Layers whose replacement would increase the loss most
+    keep softmax attention. The best state of the second run is exported.
 
-    Texts are text files, tables (.jsonl, .csv, ...) and folders of them; images are folders with subfolders, or shards. The
-    numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command continues.
-    Runs, curves and report.html lie in the working folder, the model in the target folder.
+    Text data are text files, tables (.jsonl, .csv, ...) and folders of them. Image data are folders with subfolders of images,
+    or shards. The numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command
+    resumes. Runs, curves and report.html are written to the working folder, and the model to the target folder.
     """
     parser.add_argument("source", help="folder of transformers or timm, .gguf or .onnx file, or name on the hub")
     parser.add_argument("target", type=Path, help="folder for the linearized model")
@@ -290,7 +290,7 @@ def timm_script(arguments: Sequence[str]) -> int | None:
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         sys.stdout.write("usage: lightning timm SCRIPT [options of the script]\n\n")
-        sys.stdout.write(f"{timm_script.__doc__}\n")
+        sys.stdout.write(f"{help_text(timm_script)}\n")
         return 0 if arguments else 2
     if not Path(arguments[0]).is_file():
         raise FileNotFoundError(

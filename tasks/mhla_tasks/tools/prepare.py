@@ -1,6 +1,6 @@
 """Command-line tools that convert data to shards, such as ``lightning prepare images`` and ``lightning prepare text``.
 
-Longer than other modules: it contains all of these commands, each a function with its options.
+This module is longer than others because it contains all of these commands, each a function with its options.
 """
 
 from __future__ import annotations

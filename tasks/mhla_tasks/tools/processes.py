@@ -1,4 +1,4 @@
-"""Running commands in child processes that receive the signals of this process."""
+"""Functions that run commands in child processes, and interpret their exit statuses."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import nullcontext
 from pathlib import Path
 
 KILLED = 128 + signal.SIGKILL
-"""Exit status of a command that the system killed, which is what Linux does if memory runs out."""
+"""Exit status of a command that was killed by SIGKILL, which Linux sends if memory runs out."""
 
 
 def exit_status(returncode: int) -> int:
-    """Convert a return code of :mod:`subprocess`, -n if signal n ended the command, to a shell's exit status, 128 + n."""
+    """Convert a return code of :mod:`subprocess`, which is -n after signal n, to a shell's exit status, which is 128 + n."""
     return returncode if returncode >= 0 else 128 - returncode
 
 
 def ended_by_signal(status: int) -> bool:
-    """Return whether an exit status says that a signal ended the command. Larger ones, such as 255, are the command's own."""
+    """Return whether an exit status means that a signal ended the command, such as 137 for SIGKILL."""
     return 128 < status < 128 + signal.NSIG  # NSIG is one more than the largest number of a signal
 
 

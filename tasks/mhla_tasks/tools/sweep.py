@@ -12,7 +12,7 @@ resumes a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs
 end, all runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png``
 are written to the folder of the sweep. A sweep of SLURM jobs does so when all of its jobs have finished.
 
-Longer than other modules: it runs, submits, resumes and reports a sweep.
+This module is longer than others because it runs, submits, resumes and reports a sweep.
 """
 
 from __future__ import annotations

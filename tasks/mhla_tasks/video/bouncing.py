@@ -1,4 +1,4 @@
-"""Clips of a handwritten digit that bounces between the edges of the canvas, whose motion never ends and is predictable."""
+"""Clips of a handwritten digit that bounces off the edges of the canvas, a motion that never ends and is predictable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_tasks.video.digits import NAMES, moving_digits
 
 
 def positions(start: int, velocity: int, space: int, frames: int) -> list[int]:
-    """Return where a point is in each frame if it moves at constant speed and is reflected at 0 and at ``space``.
+    """Compute the position of a point in each frame, if it moves at constant speed and is reflected at 0 and at ``space``.
 
     Args:
         start: position in the first frame, from 0 to ``space``.
@@ -31,8 +31,8 @@ def positions(start: int, velocity: int, space: int, frames: int) -> list[int]:
 def bounce(digit: Tensor, size: tuple[int, int, int], speed: int, generator: torch.Generator | None) -> Tensor:
     """Render a clip of a digit that moves diagonally and bounces off the edges of the canvas.
 
-    The start position and, along each axis, the direction and a speed from 1 to ``speed`` pixels per frame are random. With the
-    same random generator, a longer clip continues a shorter one.
+    The start position and, along each axis, the direction and a speed from 1 to ``speed`` pixels per frame are random. With a
+    random generator in the same state, a longer clip begins with the frames of a shorter one.
 
     Args:
         digit: image of the digit, ``[1, S, S]`` in 0 .. 1.
@@ -111,7 +111,7 @@ class BouncingDigits(ResumableDataModule):
 
     Args:
         digits: data set of the digits: digits (scikit-learn, 8 x 8 pixels) or mnist (scaled to 20 x 20 pixels).
-        frames: number of frames in a clip. Clips for the predict command are as long as those that the model draws.
+        frames: number of frames in a clip. Clips for the predict command are longer if the model draws longer clips.
         height: height of the canvas, in pixels.
         width: width of the canvas, in pixels.
         speed: largest speed of a digit along each axis, in pixels per frame.
@@ -139,7 +139,7 @@ class BouncingDigits(ResumableDataModule):
         self.canvas = (height, width, speed, digits)
 
     def held_out(self, frames: int, clips: int | None) -> BouncingDigitSamples:
-        """Return clips of held-out digits. Clips of different lengths begin with the same frames.
+        """Return the data set of clips of held-out digits. Clips of different lengths begin with the same frames.
 
         Args:
             frames: number of frames in a clip.

@@ -42,6 +42,8 @@ class ClipPictures(DrawnSamples):
         seed: int = 0,
     ) -> None:
         super().__init__(prompts, every_n_steps, at_end, at_start=False, seed=seed)
+        if frames < 1:
+            raise ValueError(f"frames={frames} must be at least 1")
         self.frames = frames
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:

@@ -72,8 +72,8 @@ def read_beginning(
 ) -> Tensor:
     """Decode the first frames of an MP4 or GIF file, fewer than asked for if the video is shorter.
 
-    With ``fps``, a frame counts only if the video is on screen for at least a quarter of a frame interval from its time on, so
-    that a video of n frames at this rate gives n frames.
+    With ``fps``, the last frame counts only if the video continues for at least a quarter of a frame interval after the time of
+    this frame. A video of n frames at this rate therefore gives n frames.
 
     Args:
         data: contents of the file.
@@ -208,7 +208,7 @@ def cover(image: Tensor, height: int, width: int) -> Tensor:
 
 
 def to_signed(clip: Tensor) -> Tensor:
-    """Convert frames ``[F, 3, H, W]`` uint8 to a clip ``[3, F, H, W]`` float32 with values in -1 .. 1."""
+    """Convert frames ``[F, C, H, W]`` uint8 to a clip ``[C, F, H, W]`` float32 with values in -1 .. 1."""
     return (clip.float() / 127.5 - 1).transpose(0, 1)
 
 

@@ -8,7 +8,7 @@ BOXES = (b"ftyp", b"styp", b"moov", b"moof", b"mdat", b"free", b"skip", b"wide",
 """Types of the boxes that an MP4 or QuickTime file can begin with (ISO 14496-12)."""
 
 NEEDED = (b"moov", b"moof", b"mdat")
-"""Types of the MP4 boxes that must be complete, else frames are missing. Other data after them may be cut off."""
+"""Types of the MP4 boxes that must be complete, because frames are missing otherwise. Data of other types may be cut off."""
 
 OTHER_FORMATS = {
     b"GIF8": "GIF",

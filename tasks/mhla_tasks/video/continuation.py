@@ -1,4 +1,4 @@
-"""Lightning module that trains, validates and samples a model which continues videos frame by frame."""
+"""Lightning module that trains, validates and samples a model that continues videos frame by frame."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class FrameShape:
 
     Args:
         levels: number of gray or color levels of a pixel, from 2 (black and white) to 256.
-        patch_size: side of the square patch that becomes one token, in pixels, an even number. A token also sees half a patch
-            on each side of its own.
+        patch_size: side of the square patch that becomes one token, in pixels, an even number. A token also covers half a
+            patch on each side of its own patch.
         dim: width of the tokens.
         depth: number of layers.
         heads: number of attention heads.
@@ -46,10 +46,10 @@ class FrameShape:
 
 @dataclass(frozen=True)
 class ErrorsConfig:
-    """Errors that training adds to the frames that the model sees, so that it learns to correct its own.
+    """Errors that training adds to the frames that the model sees, so that the model learns to correct its own errors.
 
     Args:
-        own: share of clips whose frames after the first ones are replaced by the model's predictions of them.
+        own: share of clips in which the model's own predictions replace the frames after the first ones (option start).
         noise: share of pixels that get a random level.
     """
 
@@ -87,16 +87,17 @@ class VideoContinuation(GenerativeModule):
     """Model that continues videos frame by frame, with block-causal attention in which a frame is one block of tokens.
 
     Training predicts each frame from all frames before it. The predict command copies the first frames of a clip, and
-    generates the others one at a time. With exponential mixing coefficients, the size of its state does not depend on the
-    number of frames.
+    generates the others one at a time. With exponential mixing coefficients, the size of the model's state does not depend
+    on the number of frames.
 
     Args:
-        attention: options of the attention. Its blocks are the frames, so block_grid and block_size are left out.
+        attention: options of the attention. A block is one frame, so leave out block_grid and block_size.
         height: height of the frames in pixels.
         width: width of the frames in pixels.
         channels: number of channels of the frames, 1 or 3.
         frames: number of frames of a training clip.
-        start: number of frames at the beginning that are given and not predicted. Fewer frames would not show the motion.
+        start: number of frames at the beginning of a clip that are given instead of predicted. The motion is visible in two
+            or more frames.
         layer_kinds: pattern of attention kinds that repeats over all layers. null uses attention.kind in all layers.
         shape: shape of the transformer.
         errors: errors that training adds to the frames that the model sees.
@@ -106,7 +107,8 @@ class VideoContinuation(GenerativeModule):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if ``start`` is not between 1 and ``frames - 1``, or sizes contradict each other.
+        ValueError: if ``start`` is not between 1 and ``frames - 1``, ``channels`` is neither 1 nor 3, or the patches do not
+            divide the frames.
     """
 
     network: FrameTransformer
@@ -154,7 +156,7 @@ class VideoContinuation(GenerativeModule):
     @property
     @override
     def usage(self) -> dict[str, str]:
-        """Command that continues clips, with a length that the mixing coefficients allow."""
+        """Description and command for continuing clips with the trained model, at a length that the attention supports."""
         most = self.network.max_frames
         length = f" --frames {most}" if most is not None and most < self.sampling.frames else ""
         return {"Continue held-out clips": "lightning predict {run}" + length}
@@ -179,7 +181,7 @@ class VideoContinuation(GenerativeModule):
         return self.network(frames).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute and log the mean cross-entropy of the predicted frames, from earlier frames with random errors."""
+        """Compute and log the mean cross-entropy of frames that are predicted from earlier frames with random errors."""
         frames = self.network.to_levels(batch["video"])
         if frames.shape[1] != self.frames:  # pictures and predictions would name a wrong trained length
             raise ValueError(
@@ -190,16 +192,23 @@ class VideoContinuation(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the cross-entropy of each clip ``[B]``, in nats per pixel and channel, from true earlier frames."""
+        """Compute the mean cross-entropy of each clip, with each frame predicted from the true earlier frames.
+
+        Returns:
+            Losses ``[B]`` float32, in nats per pixel and channel.
+        """
         frames = self.network.to_levels(batch["video"])
         return self._losses(frames, frames)
 
     def _losses(self, seen: Tensor, frames: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of each clip, from frames after the first ones.
+        """Compute the mean cross-entropy of each clip over the frames that are not given (option ``start``).
 
         Args:
             seen: levels that the model sees, ``[B, F, C, H, W]``.
             frames: true levels, in the same shape.
+
+        Returns:
+            Losses ``[B]`` float32, in nats per pixel and channel.
         """
         if frames.shape[1] <= self.start:
             raise ValueError(f"clips of {frames.shape[1]} frames have none after the first start={self.start}")
@@ -209,7 +218,7 @@ class VideoContinuation(GenerativeModule):
 
     @torch.no_grad()
     def _with_errors(self, frames: Tensor) -> Tensor:
-        """Replace frames of some clips by the model's predictions of them, and give some pixels random levels.
+        """Replace frames of some clips by the model's predictions of these frames, and give some pixels random levels.
 
         The model can then correct such errors in clips that it continues itself.
 
@@ -230,13 +239,13 @@ class VideoContinuation(GenerativeModule):
         """Continue the clips of a batch, except those whose files already exist.
 
         Returns:
-            A dict with ``pixels``, the continued clips ``[n, F, C, H, W]`` uint8; ``truth``, a list of those of the data
-            ``[F, C, H, W]`` uint8, which may be shorter (batches may state their lengths as ``frames``); and
-            ``rows``, a list with a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a
-            digest of the clip of the data), ``seconds`` (mean time per clip), ``at_once`` (number of clips drawn together), and
-            lists with a number for each frame after the first ones: ``frame_seconds`` (time of all clips drawn together),
-            ``state_bytes`` (size of the states of one clip) and ``error`` (see :func:`relative_errors`; only for frames that
-            the data has).
+            A dict with ``pixels``, the continued clips ``[n, F, C, H, W]`` uint8; ``truth``, a list of the true clips
+            ``[F, C, H, W]`` uint8, which may be shorter if the batch has their lengths (``frames``); and ``rows``, a list with
+            a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a digest of the true
+            clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued together). Each row also has
+            lists with a number for each predicted frame: ``frame_seconds`` (time for all clips continued together),
+            ``state_bytes`` (size of the generation states of one clip), and ``error`` (error relative to the norm of the true
+            frame, only for frames that the true clip has).
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()
         levels = self.network.to_levels(batch["video"])
@@ -266,7 +275,7 @@ class VideoContinuation(GenerativeModule):
         return {"pixels": pixels, "truth": truths, "rows": rows}
 
     def continue_clips(self, first: Tensor, frames: int) -> tuple[Tensor, dict[str, Any]]:
-        """Continue clips frame by frame, and measure the time and the size of the states.
+        """Continue clips frame by frame, and measure the time and the size of the generation states.
 
         Args:
             first: levels of the first frames, ``[B, F, C, H, W]`` int64.
@@ -274,7 +283,7 @@ class VideoContinuation(GenerativeModule):
 
         Returns:
             Clips ``[B, frames, C, H, W]`` uint8, and two lists with a number for each predicted frame: ``frame_seconds`` (time
-            of all clips) and ``state_bytes`` (size of the states of one clip).
+            for all clips) and ``state_bytes`` (size of the generation states of one clip).
         """
         clips = [first]
         measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}
@@ -291,6 +300,6 @@ class VideoContinuation(GenerativeModule):
 
 
 def clip_digest(levels: Tensor) -> str:
-    """Return a digest of the levels ``[F, C, H, W]`` of a clip, 16 hexadecimal digits, which tells different clips apart."""
+    """Return a digest of 16 hexadecimal digits that identifies a clip by its levels ``[F, C, H, W]``."""
     content = str(list(levels.shape)).encode() + levels.to(torch.uint8).cpu().contiguous().numpy().tobytes()
     return hashlib.blake2b(content, digest_size=8).hexdigest()

@@ -1,4 +1,4 @@
-"""Callback that continues clips during training, and shows them beside the true ones."""
+"""Callback that continues held-out clips during training, and shows them beside the true clips."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ContinuationPictures(PeriodicEvaluation):
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
         at_end: whether to continue clips at the end of training.
         clips: number of clips.
-        frames: number of frames of the continued clips; null for those of the model's option sampling.
+        frames: number of frames of the continued clips; null for the model's option sampling.frames.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ContinuationPictures(PeriodicEvaluation):
 
     @torch.no_grad()
     def _continued(self, trainer: Trainer, module: VideoContinuation) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the true clips, which may be shorter, and their continuations, each ``[F, C, H, W]`` uint8 on the CPU."""
+        """Return the true clips, which may be shorter, and the continued clips, each ``[F, C, H, W]`` uint8 on the CPU."""
         frames = self.frames or module.sampling.frames
         samples = [self._held_out[index] for index in range(len(self._held_out))]
         video = torch.stack([sample["video"] for sample in samples])

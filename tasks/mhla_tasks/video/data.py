@@ -25,7 +25,7 @@ WAN_LENGTH = 512
 
 
 def continued_frames(trainer: Trainer | None) -> int:
-    """Return the length in frames to which a trainer's model continues clips; 0 if it does not continue any."""
+    """Return the number of frames to which a trainer's model continues clips; 0 if the model does not continue clips."""
     model = getattr(trainer, "lightning_module", None)
     return model.sampling.frames if isinstance(model, VideoContinuation) else 0
 
@@ -38,7 +38,7 @@ def beginnings(
     channels: int,
     clips: int | None,
 ) -> Beginnings:
-    """Return the first frames of videos, each with at least as many as the trainer's model copies.
+    """Return the data set of the beginnings of videos, each with at least as many frames as the trainer's model copies.
 
     Args:
         trainer: trainer of the model; None to require one frame.
@@ -218,7 +218,7 @@ class VideoFolders(ResumableDataModule):
     In each epoch, training uses one clip from a random position of each video. Validation uses a clip from the middle of each
     video. In training, videos that cannot be read or are too short are skipped with a warning. Held-out videos that cannot be
     read, or have fewer than ``frames`` frames, are an error before the first step. The predict command continues the beginnings
-    of held-out videos of any lengths. Captions in the folders are not read.
+    of held-out videos of any length. Captions in the folders are not read.
 
     Args:
         train: folder of the training videos; its subfolders are searched, too.
@@ -261,7 +261,7 @@ class VideoFolders(ResumableDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Check the held-out videos before anything is trained or validated on.
+        """Check the held-out videos before training or validation starts.
 
         Raises:
             BrokenSampleError: if a video is damaged or has fewer frames than a clip.
@@ -289,7 +289,7 @@ class VideoFolders(ResumableDataModule):
         return UncaptionedClips(self._listed(stage), self.size, self.fps, self.channels, anywhere=stage == "train")
 
     def _listed(self, stage: str) -> UncaptionedFiles:
-        """Return the videos of a stage. Each folder is listed once, so that it is not warned about at every picture."""
+        """Return the videos of a stage. Each folder is listed only once, so that warnings about its files are not repeated."""
         folder = self.folders[stage]
         if folder not in self._files:
             self._files[folder] = UncaptionedFiles(folder, VIDEOS)

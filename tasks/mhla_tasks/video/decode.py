@@ -31,7 +31,7 @@ DEFAULT, DEFAULT_BONUS = 0x0001, 5_000_000
 """FFmpeg's ``AV_DISPOSITION_DEFAULT``, and the number of pixels that it is worth when ffmpeg chooses among streams."""
 
 TOLERANCE = math.tan(math.radians(1))
-"""Maximum slope of an axis of a display matrix that counts as straight; ffmpeg rounds rotations by one degree too."""
+"""Maximum slope of an axis of a display matrix that counts as straight; ffmpeg also ignores rotations below one degree."""
 
 ASSUMED_RATE = 25
 """Frame rate in frames per second that ffmpeg assumes for a video of one frame without a duration."""

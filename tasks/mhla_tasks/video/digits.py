@@ -85,7 +85,7 @@ def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
 
 
 class MovingDigitSamples:
-    """Map-style data set of clips with a moving digit: each training digit in all directions, or each held-out digit in one.
+    """Map-style data set of clips with a moving digit: each training digit in four directions, or each held-out digit in one.
 
     Args:
         train: whether to show the training digits instead of the held-out digits. Training clips get a new random start

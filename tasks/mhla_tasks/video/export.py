@@ -38,7 +38,7 @@ def write(module: VideoDiffusion | VideoContinuation, folder: Path, adapters: Pa
         adapters: path of a separate folder for LoRA adapters; None to merge the adapters into the weights.
 
     Raises:
-        ValueError: if the model has no adapters because it continues clips.
+        ValueError: if ``adapters`` is given for a model without LoRA adapters, such as every model that continues clips.
     """
     if not isinstance(module, VideoContinuation):
         captioned.write(module, folder, adapters)

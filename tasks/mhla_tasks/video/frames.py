@@ -34,7 +34,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         width: width of the frames in pixels.
         attention: options of the attention. ``block_size`` is the number of patches of a frame, and may be left out.
         channels: number of channels of the frames.
-        frames: number of frames of a training clip. Dense mixing coefficients are limited to it.
+        frames: number of frames of a training clip. Dense mixing coefficients do not support longer clips.
         layer_kinds: pattern of attention kinds that repeats over all layers; None to use ``attention.kind`` in all layers.
         levels: number of levels of a pixel.
         patch_size: side of the square patches, in pixels, an even number.
@@ -147,17 +147,18 @@ class FrameTransformer(ModelMixin, ConfigMixin):
 
     @torch.no_grad()
     def continue_clips(self, first: Tensor, frames: int) -> Iterator[tuple[Tensor, int]]:
-        """Continue clips frame by frame, from states that replace all earlier frames.
+        """Continue clips frame by frame, from generation states that represent all earlier frames.
 
         Args:
             first: levels of the first frames, ``[B, F, C, H, W]`` int64.
             frames: number of frames of the complete clips, including the first ones.
 
         Yields:
-            Each new frame ``[B, 1, C, H, W]`` int64, and the size in bytes of the states from which it was predicted.
+            Each new frame ``[B, 1, C, H, W]`` int64, and the size in bytes of the generation states of all clips.
 
         Raises:
-            ValueError: see :meth:`check_length`.
+            ValueError: if the attention does not support clips of that length, or ``frames`` does not exceed the number of
+                first frames.
         """
         self.check_length(first.shape[1], frames)
         cache, newest = self.new_cache(), first
@@ -202,8 +203,8 @@ def relative_errors(frames: Tensor, truth: Tensor) -> Tensor:
         truth: true values, in the same shape.
 
     Returns:
-        ``[F]`` float32: the norm of the difference divided by the norm of the true frame, both against a black background. It
-        is 0 for a perfect frame, and 1 for a black one.
+        Errors ``[F]`` float32: the norm of the difference divided by the norm of the true frame. The error is 0 for a perfect
+        frame, and 1 for a black one.
     """
     frames, truth = frames.float().flatten(1), truth.float().flatten(1)
     return (frames - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-6)

@@ -23,8 +23,8 @@ class WanSamplingConfig:
         width: width of the clips in pixels.
         fps: frames per second of the MP4 files.
         crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (lowest quality).
-        negative_prompt: prompt from which guidance moves clips away. The default is the empty prompt, as in training with
-            caption_dropout.
+        negative_prompt: prompt from which guidance moves clips away. The default is the empty prompt, which replaces
+            dropped captions in training (option caption_dropout).
     """
 
     sampler: Sampler = "unipc"

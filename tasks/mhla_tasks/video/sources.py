@@ -35,6 +35,9 @@ class CaptionedClips:
         width: width in pixels to which frames are scaled and cropped.
         fps: number of frames to take per second of video; None to take consecutive frames.
         anywhere: whether clips are cut at a random position instead of from the middle.
+
+    Raises:
+        ValueError: if ``fps`` is not positive.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class CaptionedClips:
         fps: float | None = None,
         anywhere: bool = False,
     ) -> None:
+        _check_rate(fps)
         self.files, self.shard_sizes = files, files.shard_sizes
         self.frames, self.height, self.width = frames, height, width
         self.fps, self.anywhere = fps, anywhere
@@ -121,11 +125,15 @@ class UncaptionedClips:
         fps: number of frames to take per second of video; None to take consecutive frames.
         channels: 3 for color, 1 for gray.
         anywhere: whether clips are cut at a random position instead of from the middle.
+
+    Raises:
+        ValueError: if ``fps`` is not positive.
     """
 
     def __init__(
         self, files: SampleFiles, size: tuple[int, int, int], fps: float | None, channels: int, anywhere: bool = False
     ) -> None:
+        _check_rate(fps)
         self.files, self.shard_sizes = files, files.shard_sizes
         self.size, self.fps, self.channels, self.anywhere = size, fps, channels, anywhere
 
@@ -170,7 +178,7 @@ class UncaptionedClips:
 
 
 class Beginnings:
-    """Map-style data set of the first frames of videos, which a model copies before it continues them.
+    """Map-style data set of the beginnings of videos, for a model that copies the first frames and then continues them.
 
     Args:
         files: video files.
@@ -181,7 +189,7 @@ class Beginnings:
         limit: maximum number of videos; None for all.
 
     Raises:
-        ValueError: if a video has fewer than ``least`` frames, or ``limit`` is below 1.
+        ValueError: if a video has fewer than ``least`` frames, ``limit`` is below 1, or ``fps`` is not positive.
         BrokenSampleError: if a video cannot be read.
     """
 
@@ -196,6 +204,7 @@ class Beginnings:
     ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"clips={limit} must be at least 1")
+        _check_rate(fps)
         count = sum(files.shard_sizes)
         self.shard_sizes: Sequence[int] = [count if limit is None else min(limit, count)]
         self.files, self.size, self.fps, self.channels = files, size, fps, channels
@@ -214,8 +223,8 @@ class Beginnings:
 
         Returns:
             ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, in which the last frame of a shorter video is
-            repeated; ``frames``, the number of frames that the video has; ``caption``, its path within the folder, or its
-            shard and key; and ``index``.
+            repeated; ``frames``, the number of frames that the video has; ``caption``, the path of the video within its
+            folder, or its shard and key; and ``index``.
         """
         clip = self._read(index, self.size[0])
         repeated = clip[-1:].expand(self.size[0] - len(clip), -1, -1, -1)
@@ -230,6 +239,16 @@ class Beginnings:
         except BrokenSampleError as error:
             raise BrokenSampleError(f"{error}; remove this held-out video") from error
         return _with_channels(clip, self.channels)
+
+
+def _check_rate(fps: float | None) -> None:
+    """Check that a number of frames per second is positive; None stands for consecutive frames.
+
+    Raises:
+        ValueError: if the number is 0 or negative.
+    """
+    if fps is not None and fps <= 0:
+        raise ValueError(f"fps={fps} must be above 0, or null for consecutive frames")
 
 
 def _position(anywhere: bool) -> float:

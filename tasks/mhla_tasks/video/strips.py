@@ -70,12 +70,14 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int | Sequence[int]
 
 
 def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: int, trained: int) -> Figure:
-    """Draw continued clips, each below the true clip, with more frames the longer the clips are.
+    """Draw a Matplotlib figure with two rows for each continued clip: frames of the true clip, and below them its own frames.
+
+    Longer clips are shown with more frames, see :func:`shown_frames`.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. Frames that they lack are gray.
-        clips: continued clips, in the same format and order.
-        start: number of first frames, which were copied.
+        truth: true clips ``[F, C, H, W]`` uint8. Frames that a shorter true clip lacks are gray.
+        clips: continued clips, all of the same length, in the same format and order.
+        start: number of frames at the beginning that were copied from the true clip.
         trained: number of frames of a training clip.
     """
     rows = []
@@ -86,11 +88,11 @@ def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: 
 
 
 def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
-    """Join each true clip and its continuation into one clip, truth on the left.
+    """Join each true clip and its continuation into one clip, with the true clip on the left.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. Frames that they lack are gray.
-        clips: continued clips, in the same format and order.
+        truth: true clips ``[F, C, H, W]`` uint8. Frames that a shorter true clip lacks are gray.
+        clips: continued clips, all of the same length, in the same format and order.
 
     Returns:
         Clips ``[n, F, C, H, 2 W + 1]`` uint8, with a gray line between the two.
@@ -107,12 +109,12 @@ def _of_length(true: Tensor, clip: Tensor) -> Tensor:
 
 
 def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
-    """Choose which frames of a continued clip to show: the same number from the trained length and from each doubling of it.
+    """Choose which frames of a continued clip to show: a few up to the trained length, and as many from each doubling of it.
 
     Args:
         trained: number of frames of a training clip.
-        frames: number of frames of the clip.
-        part: number of frames to choose from the trained length, and from each interval in which the length doubles.
+        frames: number of frames of the continued clip.
+        part: maximum number of frames to choose up to the trained length, and from each interval in which the length doubles.
 
     Returns:
         Indices of frames, in ascending order; the last one is ``frames - 1``.
@@ -132,7 +134,7 @@ def write_animation(path: Path, clips: Tensor, fps: float, caption: str = "") ->
         path: path of the GIF file.
         clips: clips ``[B, F, C, H, W]`` uint8 with one or three channels.
         fps: frames per second. Values above 50 are reduced to 50, the fastest rate that browsers show.
-        caption: text that says what the animation shows, stored in the file, from where ``report.html`` takes it.
+        caption: description of the animation. It is stored as a comment in the file, which ``report.html`` displays.
     """
     count, frames, _, height, width = clips.shape
     scale = max(1, -(-SMALLEST // max(height, width)))

@@ -52,9 +52,9 @@ class ContinuationWriter(ClipWriter):
     """Callback that writes continued clips to MP4 files, and compares them with the clips of the data.
 
     In addition to the files of :class:`ClipWriter`, ``videos.gif`` shows each of the first clips beside the true one, and the
-    rows of ``videos.png`` alternate between true and continued clips. ``videos-by-frame.json`` has, for each frame, the mean
-    relative error of the clips that have it, the median time in seconds, and the size of the states in bytes. The values at the
-    trained length and at each doubling of it are printed.
+    rows of ``videos.png`` alternate between true and continued clips. ``videos-by-frame.json`` has, for each predicted
+    frame, the mean relative error of the clips that have this frame, the median time in seconds, and the size of the generation
+    states in bytes. The values at the trained length and at each doubling of it are printed.
 
     Args:
         folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
@@ -91,7 +91,7 @@ class ContinuationWriter(ClipWriter):
         write_animation(path.with_suffix(".gif"), side_by_side(self._truth, clips), module.sampling.fps)
 
     def _summarize(self, rows: Sequence[Row]) -> None:
-        """Write the means over the clips that have each frame, and print them at the trained length and at its doublings."""
+        """Write statistics of each predicted frame to a JSON file, and print them at the trained length and its doublings."""
         start, trained = self._module.start, self._module.frames
         # videos differ in length, as do clips of an interrupted run that continued with other options
         by_clip = zip_longest(*(row["error"] for row in rows))

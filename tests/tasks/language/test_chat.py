@@ -145,6 +145,12 @@ def test_tokens_are_those_of_the_template(template: str) -> None:
     assert conversation.stops == {tokenizer.convert_tokens_to_ids("<|im_end|>")}
 
 
+@pytest.mark.parametrize("count", [0, -5])
+def test_a_reply_of_no_tokens_is_refused(count: int) -> None:
+    with pytest.raises(ValueError, match=f"max_new_tokens={count}"):
+        Chat(make_model("dense", 64).eval(), make_tokenizer(), None, count, {})
+
+
 def test_system_messages() -> None:
     asked = Conversation(make_tokenizer(CHATML), "Be brief.")
     assert "system\nBe brief." in asked.tokenizer.decode(asked.ask("hello"))

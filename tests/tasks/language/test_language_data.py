@@ -250,6 +250,9 @@ def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> N
         HubText(where, path="json", data_files=sources[1], column="content").windows("validate")
     with pytest.raises(FileNotFoundError, match="could not be loaded"):
         HubText(where, path="json", data_files=str(tmp_path / "none.jsonl")).windows("validate")
+    for option, value in {"steps_per_epoch": 0, "shuffle_buffer": -1, "val_documents": -1}.items():
+        with pytest.raises(ValueError, match=f"{option}={value} must be at least"):
+            HubText(where, path="json", data_files=sources[1], **{option: value})
 
 
 def test_a_stream_says_where_documents_begin(tokenizer: Any) -> None:

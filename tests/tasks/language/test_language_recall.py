@@ -125,6 +125,8 @@ def test_losses_and_accuracy_are_those_of_the_asked_tokens() -> None:
         (lambda: Needle(vocab_size=5), "vocab_size=5 must be at least 6"),
         (lambda: Needle(tokens=4), "tokens=4 must be at least 8"),
         (lambda: Needle(lengths=[]), "lengths=0 must be at least 1"),
+        (lambda: recall(train=[]), r"train=\[\] has no set of sequences"),
+        (lambda: recall(val=[]), r"val=\[\] has no set of sequences"),
     ],
 )
 def test_wrong_sizes_are_named(make: Any, message: str) -> None:

@@ -74,8 +74,8 @@ class CrossArguments(NamedTuple):
 class Side(Call):
     """Queries or keys of a cross-attention call, as the rows of the shared kernels.
 
-    The tensors that a side does not have only give shapes: the queries have keys and values of their own length, and the keys
-    have queries of their length.
+    The shared kernels expect q, k and v on each side. Tensors that a side does not have are placeholders, of which only the
+    shapes are read: keys and values of the length of the queries, and queries of the length of the keys.
 
     Args:
         arguments: arguments of the shared kernels for this side.

@@ -71,12 +71,17 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
         metrics: metrics to plot; None for all.
 
     Raises:
-        ValueError: if no metric has two different values.
+        ValueError: if no metric has two different values, or if ``path`` does not end in the name of a picture format.
     """
     names = drawn_metrics(groups, metrics)
     if not names:
         raise ValueError("no metric of these runs changes, so there are no curves to draw")
     figure, axes = make_panels(len(names), 3, (4.6, 3.2), (0, 0.24 * len(groups)))
+    formats = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"{path} does not end in the name of a picture format, such as .png; there are {', '.join(formats)}"
+        )
     for axis, metric in zip(axes, names, strict=True):
         for index, group in enumerate(groups):
             style = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}

@@ -1,1 +1,1 @@
-"""``lightning linearize``: from a pretrained model to an exported model with linear attention, in one command."""
+"""Implementation of ``lightning linearize``, which converts a pretrained model to an exported model with linear attention."""

@@ -1,4 +1,4 @@
-"""Conversion of pretrained models to folders of transformers: language models in GGUF files, and DINOv2 in ONNX files."""
+"""Conversion of language models in GGUF files, and of DINOv2 in ONNX files, to folders that transformers loads."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ RENAMED = {
     "attention.attention.value": "attention.v_proj",
     "attention.output.dense": "attention.o_proj",
 }
-"""Parts of names of DINOv2's parameters in former versions of transformers, which exported the files, and the present ones."""
+"""Former parts of DINOv2's parameter names in transformers, as in older ONNX files, each with the current part."""
 
 HEAD_WIDTH = 64
-"""Width of a head in all published sizes of DINOv2 (arXiv 2304.07193, table 17)."""
+"""Width of an attention head in all published sizes of DINOv2 (arXiv 2304.07193, table 17)."""
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Convert a GGUF file of a causal language model to a folder of transformers: float32 weights and the tokenizer.
+    """Convert a causal language model in a GGUF file to a folder that transformers loads, with its tokenizer.
 
-    Quantized weights are dequantized. The folder appears when it is complete.
+    Weights are stored in float32; quantized weights are dequantized. The folder is written atomically.
+
+    Args:
+        file: path of the GGUF file.
+        folder: folder to write.
 
     Raises:
         ModuleNotFoundError: if the package gguf is not installed.
@@ -56,14 +60,18 @@ def convert_gguf(file: Path, folder: Path) -> None:
 
 
 def convert_onnx(file: Path, folder: Path) -> None:
-    """Convert an ONNX file that contains a DINOv2 without registers to a folder of transformers with float32 weights.
+    """Convert a DINOv2 model without registers in an ONNX file to a folder that transformers loads, with float32 weights.
 
-    The file must be an export of transformers' model, possibly as part of a larger model. Other parts, such as a classifier,
-    are left out. The folder appears when it is complete.
+    The model in the file must have been exported from transformers. If it is part of a larger model, the other parts, such as a
+    classifier, are left out. The folder is written atomically.
+
+    Args:
+        file: path of the ONNX file.
+        folder: folder to write.
 
     Raises:
         ModuleNotFoundError: if the package onnx is not installed.
-        ValueError: if the file is not an ONNX file or contains no such model.
+        ValueError: if the file is not a valid ONNX file, or does not contain such a model.
     """
     from transformers import Dinov2Config, Dinov2Model
 
@@ -124,7 +132,14 @@ def _present_name(name: str) -> str:
 
 
 def _onnx_weights(file: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of an ONNX file by name. Matrices that the exporter renamed get the names of their operations."""
+    """Read the float32 and float16 weights of an ONNX file as a mapping from name to float32 tensor.
+
+    The exporter replaces the names of some matrices by numbers. These matrices get the names of the operations that use them.
+
+    Raises:
+        ModuleNotFoundError: if the package onnx is not installed.
+        ValueError: if the file is not a valid ONNX file, or lacks some of its weights.
+    """
     if find_spec("onnx") is None:
         raise ModuleNotFoundError("reading an ONNX file needs the package onnx: pip install onnx")
     import onnx

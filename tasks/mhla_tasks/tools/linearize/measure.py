@@ -1,4 +1,4 @@
-"""Measurements of ``lightning linearize``: seconds of a training step, quality, and speed by length."""
+"""Measurements for ``lightning linearize``: time per training step, quality of the model, and speed by sample length."""
 
 from __future__ import annotations
 
@@ -28,30 +28,37 @@ from mhla_tasks.tools.linearize.source import PretrainedSource
 log = logging.getLogger(__name__)
 
 STEPS_TIMED = 4
-"""Number of training steps whose time is measured, after one that is not counted."""
+"""Number of training steps that are timed, after two warm-up steps."""
 
 REPEATS = 3
-"""Number of times that a forward pass is timed at each length; the median counts."""
+"""Number of forward passes that are timed at each length. Their median is reported."""
 
 LONG_PASS = 10.0
-"""Seconds of a forward pass of both models above which it is not repeated, and longer samples are not measured."""
+"""Total seconds of one forward pass of every model above which passes are not repeated, and longer samples are not measured."""
 
 LENGTHS: dict[str, tuple[int, ...]] = {
     "language": (128, 512, 1024, 2048, 4096, 8192),
     "text": (64, 128, 256, 512, 1024, 2048),
     "image": (224, 336, 518, 756, 1022),
 }
-"""Lengths at which speed is measured: tokens, or pixels of an image's side, which timm rounds down to complete patches."""
+"""Sample lengths at which speed is measured, by kind of model: tokens, or the side of an image in pixels.
+
+For timm encoders, the side is rounded down to complete patches.
+"""
 
 CONTEXTS = (512, 2048, 4096)
-"""Numbers of tokens before the tokens whose generation is measured."""
+"""Numbers of preceding tokens at which generation is measured."""
 
 TOKENS_TIMED = 8
-"""Number of generated tokens whose time is measured; the median counts."""
+"""Number of generated tokens that are timed. The median time is reported."""
 
 
 class StepTimes(Callback):
-    """Callback that measures the seconds of each training step, with the loading of its batch."""
+    """Callback that measures the duration of training steps, including the loading of their batches.
+
+    Attributes:
+        seconds: duration of each step in seconds, except the first step.
+    """
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -67,7 +74,7 @@ class StepTimes(Callback):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that hides the log lines of Lightning and of this package about short internal runs."""
+    """Context manager that hides warnings, and log messages of Lightning and this package below the level ERROR."""
     names = ("lightning.pytorch", "lightning.fabric", "lightning_mhla", "mhla_tasks")
     levels = {name: logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
@@ -82,7 +89,11 @@ def quiet() -> Iterator[None]:
 
 
 def build(configuration: Mapping[str, Any]) -> tuple[TrainingModule, LightningDataModule]:
-    """Build the model and the data module of a configuration of ``lightning fit``."""
+    """Seed all random number generators, and build the model and the data module that a configuration describes.
+
+    Args:
+        configuration: nested options, as in a configuration file of ``lightning fit``.
+    """
     seed_everything(configuration["seed_everything"], verbose=False)
     made = []
     for part, base in (("model", LightningModule), ("data", LightningDataModule)):
@@ -106,7 +117,11 @@ def _trainer(configuration: Mapping[str, Any], **options: Any) -> Trainer:
 
 
 def step_seconds(configuration: Mapping[str, Any]) -> float:
-    """Measure the seconds of one training step of a configuration, as the median of a few steps."""
+    """Measure the duration of a training step in seconds, as the median of a few steps.
+
+    Args:
+        configuration: nested options, as in a configuration file of ``lightning fit``.
+    """
     times = StepTimes()
     with quiet():
         module, data = build(configuration)
@@ -116,14 +131,14 @@ def step_seconds(configuration: Mapping[str, Any]) -> float:
 
 
 def quality(configuration: Mapping[str, Any], original: bool = False) -> dict[str, float]:
-    """Validate the model of a configuration before training.
+    """Measure the validation metrics of an untrained linearized model, or of the original model.
 
     Args:
-        configuration: configuration of ``lightning fit``.
+        configuration: nested options, as in a configuration file of ``lightning fit``.
         original: whether to measure the model with its original attention.
 
     Returns:
-        Metrics by name, such as ``val/perplexity``.
+        Mapping from the name of each metric, such as ``val/perplexity``, to its value.
     """
     with quiet():
         module, data = build(configuration)
@@ -139,9 +154,9 @@ def by_position(network: Any, batches: list[Tensor], bounds: list[int]) -> list[
     """Compute the perplexity of a causal language model by the position of the predicted token.
 
     Args:
-        network: model of transformers in evaluation mode.
-        batches: tokens ``[B, N + 1]`` int64 of held-out text.
-        bounds: ascending positions that separate the ranges; the first is 0 and the last N.
+        network: causal language model of transformers, in evaluation mode.
+        batches: token ids of held-out text, each tensor ``[B, N + 1]`` int64.
+        bounds: ascending positions that separate ranges of positions; the first is 0 and the last is N.
 
     Returns:
         Perplexity of each range between two neighboring bounds.
@@ -156,12 +171,20 @@ def by_position(network: Any, batches: list[Tensor], bounds: list[int]) -> list[
 
 
 def positions(length: int) -> list[int]:
-    """Return the bounds of ranges of positions that double in size: 0, length / 8, length / 4, length / 2, length."""
+    """Return positions that divide a sample into ranges: 0, length / 8, length / 4, length / 2 and length, all rounded down."""
     return [0, *sorted({max(1, length // part) for part in (8, 4, 2, 1)})]
 
 
 def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor]:
-    """Read tokens ``[B, N + 1]`` of the first ``count`` batches of held-out text of a language model's configuration."""
+    """Read batches of held-out text for a language model.
+
+    Args:
+        configuration: nested options, as in a configuration file of ``lightning fit``.
+        count: maximum number of batches to read.
+
+    Returns:
+        Token ids of each batch, ``[B, N + 1]`` int64.
+    """
     _, data = build({**configuration, "model": {"class_path": "lightning.pytorch.LightningModule", "init_args": {}}})
     data.prepare_data()
     batches: list[Tensor] = []
@@ -173,7 +196,7 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
 
 
 def longest_sample(source: PretrainedSource, network: Any) -> int | None:
-    """Return the maximum number of tokens that a pretrained model allows; None for no limit, as for images."""
+    """Return the maximum number of tokens that a pretrained model accepts; None if there is no limit, as for image encoders."""
     return None if source.domain == "image" else getattr(network.config, "max_position_embeddings", None)
 
 
@@ -181,15 +204,15 @@ def longest_sample(source: PretrainedSource, network: Any) -> int | None:
 def seconds_by_length(
     source: PretrainedSource, networks: Mapping[str, Any], longest: int | None
 ) -> dict[int, dict[str, float]]:
-    """Measure the seconds of a forward pass of one sample by its length, alternating between the models.
+    """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
     Args:
-        source: pretrained model, which determines the lengths and the inputs.
-        networks: models in evaluation mode, by name.
-        longest: maximum length that the models allow; None for no limit.
+        source: pretrained model, which determines the lengths and the kind of input.
+        networks: models in evaluation mode, by name. One of them has the name ``original``.
+        longest: maximum length that the models accept; None if there is no limit.
 
     Returns:
-        Seconds by length and by name of the model.
+        Mapping from sample length, in tokens or in pixels of an image's side, to the seconds of each model by name.
     """
     results: dict[int, dict[str, float]] = {}
     patch = 1 if source.images is None else source.images.patch
@@ -227,14 +250,15 @@ def _forward(source: PretrainedSource, network: Any, length: int) -> None:
 
 @torch.no_grad()
 def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> dict[int, dict[str, dict[str, float]]]:
-    """Measure the time of a generated token and the memory of the cache, by the number of tokens before it.
+    """Measure the time per generated token, and the memory of the cache, for several numbers of preceding tokens.
 
     Args:
         networks: causal language models of transformers in evaluation mode, by name.
-        longest: maximum length that the models allow; None for no limit.
+        longest: maximum length that the models accept; None if there is no limit.
 
     Returns:
-        ``seconds`` of a token and ``bytes`` of the cache for one sequence, by length and by name of the model.
+        Mapping from the number of preceding tokens to a dict for each model by name, with ``seconds`` per token and ``bytes``
+        of the cache for one sequence.
     """
     results: dict[int, dict[str, dict[str, float]]] = {}
     for length in CONTEXTS:
@@ -256,7 +280,7 @@ def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> di
 
 
 def _cache_bytes(cache: Any) -> int:
-    """Return the memory of a cache of transformers, whose layers hold keys and values or a state of this package."""
+    """Return the size in bytes of a transformers cache, whose layers hold keys and values or a state of linear attention."""
     total = 0
     for layer in cache.layers:
         state = getattr(layer, "state", None)
@@ -265,14 +289,28 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replaced: str) -> int | None:
-    """Return the smallest measured length from which on the replaced model is the faster one; None if it never is."""
+    """Return the smallest measured length from which one model is always faster than another; None if there is none.
+
+    Args:
+        seconds: mapping from sample length to the seconds of a forward pass by name of the model.
+        original: name of the model to compare with.
+        replaced: name of the model that should be faster.
+    """
     slower = [length for length, by_name in seconds.items() if by_name[replaced] >= by_name[original]]
     faster = [length for length in seconds if length > max(slower, default=0)]
     return min(faster, default=None)
 
 
 def load_networks(source: PretrainedSource, target: Path) -> dict[str, Any]:
-    """Load the original and the exported model in float32, in evaluation mode, as ``original`` and ``linearized``."""
+    """Load the original and the linearized model in float32 and evaluation mode.
+
+    Args:
+        source: the pretrained model.
+        target: folder of the exported, linearized model.
+
+    Returns:
+        Dict with the models under the keys ``original`` and ``linearized``.
+    """
     from transformers import AutoModelForCausalLM
 
     from lightning_mhla import load_swapped

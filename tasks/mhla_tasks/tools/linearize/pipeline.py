@@ -1,4 +1,4 @@
-"""Steps of ``lightning linearize``, each of which is skipped if it was completed before."""
+"""Steps of ``lightning linearize``. A repeated command skips the steps that are already complete."""
 
 from __future__ import annotations
 
@@ -24,30 +24,34 @@ CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
 """Files in the working folder: the options of the command, the numbers of steps, and the results of the completed steps."""
 
 MIN_STEPS = 4
-"""Smallest number of steps of a run that a budget leads to."""
+"""Minimum number of steps of a training run if the number is computed from the budget."""
 
 POSITION_BATCHES = 8
-"""Number of batches of held-out text by which perplexity by position is measured."""
+"""Number of batches of held-out text on which perplexity by position is measured."""
 
 COST_SHARE = 8
-"""The layers' costs are measured on one of this many validation batches: each layer takes one evaluation of the model."""
+"""Divisor of the number of validation batches when the cost of each layer is measured.
+
+Fewer batches are used because the measurement evaluates the model once for each layer.
+"""
 
 
 class Pipeline:
     """Linearization of a pretrained model: two training runs, an export and a report.
 
-    All intermediate results lie in a working folder, and a second call with the same choices continues there.
+    All intermediate results are stored in a working folder. A second call with the same options resumes from them.
 
     Args:
-        name: name of the pretrained model, see :func:`open_source`.
+        name: path or name of the pretrained model, see :func:`open_source`.
         target: folder for the exported model.
         work: working folder.
-        settings: choices that determine the training.
+        settings: options that determine the training.
         budget: training time in seconds, from which the numbers of steps are computed; ignored if ``steps`` is given.
         steps: optimizer steps of the first and the second run; None to compute them from ``budget``.
 
     Raises:
-        ValueError: if the working folder belongs to different choices.
+        FileNotFoundError: if there is no such pretrained model.
+        ValueError: if the working folder was created with different options, or the model cannot be linearized.
     """
 
     def __init__(
@@ -70,7 +74,7 @@ class Pipeline:
         self.results = self._read(RESULTS)
 
     def run(self) -> None:
-        """Perform all steps that are not complete, and print what is done."""
+        """Perform all steps that are not complete yet, and print a message for each of them."""
         if self.source.images is not None and (differences := self.source.images.differences):
             _say(f"warning: held-out images are resized with {differences}")
         self._prepare_data()
@@ -86,10 +90,10 @@ class Pipeline:
         _say(f"model: {self.target}\nreport: {self.work / 'report.html'}")
 
     def _check_choices(self) -> bool:
-        """Return whether the working folder was begun, with the same choices.
+        """Return whether an earlier command with the same options has already used the working folder.
 
         Raises:
-            ValueError: if it belongs to different choices.
+            ValueError: if a command with different options has used it.
         """
         begun_with = self._read(CHOICES)
         if not begun_with or begun_with == self.choices:
@@ -128,7 +132,7 @@ class Pipeline:
         self._keep(prepared=True)
 
     def _make_plan(self) -> None:
-        """Determine the numbers of steps: those given, or those that fill the budget according to a few measured steps."""
+        """Set the number of steps of each training run: the number that the user chose, or one that fits the budget."""
         if self.plan:
             return
         seconds = None
@@ -180,7 +184,7 @@ class Pipeline:
         self._keep(**{name: result})
 
     def _check_gain(self) -> None:
-        """Warn if the second run made the model worse than it was after the first one."""
+        """Print a warning if the model is worse after the second training run than after the first one."""
         monitor, mode = stages.MONITORS[self.source.domain]
         matched, tuned = (self.results[name]["metrics"].get(monitor) for name in ("matching", "tuning"))
         if matched is None or tuned is None or (tuned >= matched if mode == "max" else tuned <= matched):
@@ -237,10 +241,14 @@ class Pipeline:
         )
 
     def _lightning(self, words: list[str], what: str) -> None:
-        """Run a command of this program in its own process.
+        """Run a ``lightning`` command in a child process.
+
+        Args:
+            words: arguments of the command, without the name of the program.
+            what: description of the step, which is printed first.
 
         Raises:
-            SystemExit: if the command fails; its own output says why.
+            SystemExit: if the command fails, with the exit status of the command.
         """
         _say(what)
         gc.collect()
@@ -263,7 +271,7 @@ class Pipeline:
 
 
 def _written(value: Any) -> str:
-    """Write the value of an option as on a command line; an option that is not used is ``none``."""
+    """Format the value of an option as on a command line, or as ``none`` if the option is not used."""
     return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -273,11 +281,14 @@ def _say(text: str) -> None:
 
 
 def linearize(options: Any) -> None:
-    """Linearize a pretrained model with the options of ``lightning linearize``, as an ``argparse.Namespace``.
+    """Linearize a pretrained model, export it, and write a report.
+
+    Args:
+        options: parsed options of ``lightning linearize``, an ``argparse.Namespace``.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the model cannot be linearized, or options contradict each other.
+        ValueError: if the model cannot be linearized, or if an option has an invalid value or contradicts another one.
     """
     if not 0 <= options.keep < 1:
         raise ValueError(f"--keep={options.keep} must be a share of the layers, from 0 to below 1")
@@ -292,6 +303,10 @@ def linearize(options: Any) -> None:
     typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
     defaults = dict(stages.DEFAULTS[find_domain(options.source)])
     defaults["length"] = image_side(options.source, options.length) or defaults["length"]
+    for name in ("length", "batch_size", "block_size", "val_batches", "steps"):
+        value = getattr(options, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+            raise ValueError(f"--{name}={_written(value)} must be at least 1")
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")

@@ -1,4 +1,4 @@
-"""Report of ``lightning linearize`` as a web page without other files: quality before and after, speed, and how to load it."""
+"""Report of ``lightning linearize``: a self-contained web page with quality, speed, and code that loads the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOADING = """\
 from transformers import {class_name}{tokenizer}
 
 model = {class_name}.from_pretrained("{folder}", trust_remote_code=True)"""
-"""Python code that loads the exported model of transformers."""
+"""Template of the Python code that loads an exported transformers model."""
 
 LOADING_TIMM = """\
 from lightning_mhla import load_swapped
@@ -35,7 +35,7 @@ size = {{"input_size": ({channels}, {side}, {side})}}  # of the images in traini
 transform = create_transform(**resolve_data_config(size, model=model))  # from an image of Pillow to the model's input
 vectors = model.forward_features(images)  # of class and register tokens and patches
 {embeddings}"""
-"""Python code that loads the exported model of timm."""
+"""Template of the Python code that loads an exported timm model."""
 
 EMBEDDINGS: dict[Pooling, str] = {
     "head": """\
@@ -44,7 +44,7 @@ outputs = model(images)  # scores of the classes if the original has a classifie
     "first": "embeddings = vectors[:, 0]  # of the class token",
     "mean": "embeddings = vectors.mean(1)",
 }
-"""Python code that computes embeddings with a model of timm, by how they are read from the token vectors."""
+"""Python code that computes embeddings from the token vectors of a timm model, by pooling method."""
 
 MEANING = {
     "val/perplexity": "perplexity on held-out text; lower is better",
@@ -55,26 +55,26 @@ MEANING = {
     "val/mixed_recall_at_10": "the same, searched for in an index of the original's embeddings",
     "val/loss": "loss on held-out data; lower is better",
 }
-"""Metrics of the table, in its order, with what they say."""
+"""Explanation of each metric in the table of quality, in the order of the table."""
 
 SPEED = "pictures/speed.png"
-"""Picture of the speed in the working folder."""
+"""Path of the picture of the speed, relative to the working folder."""
 
 ROUNDED = 1e-6
-"""Numbers below are rounding errors of a distance of zero."""
+"""Absolute value below which a metric is shown as 0, because it is a rounding error."""
 
 
 def write_report(
     target: Path, work: Path, source: PretrainedSource, settings: Settings, results: Mapping[str, Any]
 ) -> None:
-    """Write ``report.html`` to the working folder.
+    """Write the report of a linearization to ``report.html`` in the working folder.
 
     Args:
         target: folder of the exported model.
         work: working folder.
         source: pretrained model.
-        settings: choices that determined the training.
-        results: results of all steps.
+        settings: options that determined the training.
+        results: measurements and metrics of all steps of ``lightning linearize``, by name.
     """
     title = f"{source.name}, linearized"
     parts = [
@@ -92,7 +92,13 @@ def write_report(
 
 
 def loading_code(source: PretrainedSource, folder: str, length: int) -> str:
-    """Return the Python code that loads the exported model from ``folder``, which was trained at ``length``."""
+    """Return Python code that loads the exported model, for the report.
+
+    Args:
+        source: pretrained model.
+        folder: folder of the exported model, as it appears in the code.
+        length: side of the training images in pixels; used only for timm encoders.
+    """
     if source.images is not None:
         channels, embeddings = source.images.preprocessing.channels, EMBEDDINGS[source.images.pooling]
         return LOADING_TIMM.format(folder=folder, channels=channels, side=length, embeddings=embeddings)
@@ -114,7 +120,7 @@ def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) ->
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table in HTML, whose first column is text and whose other columns are numbers."""
+    """Return an HTML table whose first column contains text and whose other columns contain numbers."""
     first, *others = head
     lines = [f"<tr><th>{first}{''.join(f'<th class=n>{name}' for name in others)}</tr>"]
     lines += [f"<tr><td>{row[0]}{''.join(f'<td class=n>{cell}' for cell in row[1:])}</tr>" for row in rows]
@@ -158,7 +164,7 @@ def _positions(results: Mapping[str, Any]) -> str:
 
 
 def _curves(results: Mapping[str, Any]) -> str:
-    """Return plots of the metrics of both runs. Those of a metric share a plot, with the value of the original model."""
+    """Return HTML with a plot for each metric: its curves in both training runs, and its value for the original model."""
     curves = {
         f"{stage}/{name.removeprefix('val/')}": [(step, value) for step, value in points if value is not None]
         for name in MEANING

@@ -1,4 +1,4 @@
-"""Pretrained models to linearize: folders of transformers or timm, names on the hub, and GGUF and ONNX files."""
+"""Pretrained models to linearize: folders of transformers or timm, names on the Hugging Face Hub, and GGUF and ONNX files."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx
 Domain = Literal["language", "text", "image"]
 
 CONVERTED = (".gguf", ".onnx")
-"""Suffixes of files that are converted to folders of transformers."""
+"""Suffixes of files that are converted to folders that transformers loads."""
 
 
 @dataclass(frozen=True)
 class TimmImages:
-    """Images that an encoder of timm takes.
+    """Image format that a timm encoder expects.
 
     Attributes:
-        preprocessing: size, size of the crop and normalization of the images, according to timm's data configuration.
-        patch: side of a patch in pixels.
-        pooling: vector that is the embedding of an image.
-        crop_mode: crop of timm's data configuration: ``"center"``, which :class:`Preprocessing` implements, ``"squash"`` or
-            ``"border"``.
-        interpolation: interpolation of timm's data configuration, such as ``"bicubic"``, which :class:`Preprocessing` uses.
+        preprocessing: image size, crop and normalization, according to timm's data configuration.
+        patch: side of a patch in pixels; for patches that are not square, the least common multiple of both sides.
+        pooling: method that computes the embedding of an image: ``"head"``, ``"first"`` or ``"mean"``.
+        crop_mode: crop mode in timm's data configuration: ``"center"``, ``"squash"`` or ``"border"``. :class:`Preprocessing`
+            supports only ``"center"``.
+        interpolation: interpolation in timm's data configuration, such as ``"bicubic"``. :class:`Preprocessing` supports only
+            ``"bicubic"``.
     """
 
     preprocessing: Preprocessing
@@ -42,7 +43,7 @@ class TimmImages:
 
     @property
     def differences(self) -> str:
-        """Description of how held-out images are resized differently than timm does; empty if there is no difference."""
+        """Text that describes how the resizing of held-out images differs from timm's; empty if there is no difference."""
         pairs = (("crop_mode", "center", self.crop_mode), ("interpolation", "bicubic", self.interpolation))
         return ", ".join(f"{name}={ours} in place of timm's {timms}" for name, ours, timms in pairs if ours != timms)
 
@@ -52,11 +53,11 @@ class PretrainedSource:
     """Pretrained model of transformers or timm.
 
     Attributes:
-        path: folder of the model, or its name.
+        path: folder of the model, or its name on the Hugging Face Hub or in timm.
         domain: ``"language"`` for a causal language model, ``"text"`` or ``"image"`` for an encoder.
         depth: number of layers.
-        name: what the user called it, without the folders before it.
-        images: images that an encoder of timm takes; None for a model of transformers.
+        name: name of the model for messages and reports; for a model in a folder or file, the last part of its path.
+        images: image format of a timm encoder; None for a model of transformers.
     """
 
     path: str
@@ -67,19 +68,22 @@ class PretrainedSource:
 
 
 def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSource:
-    """Open a pretrained model, after converting it to a folder of transformers if it is a GGUF or ONNX file.
+    """Identify a pretrained model. A GGUF or ONNX file is first converted to a folder that transformers loads.
 
     Args:
-        name: folder of transformers or timm, name on the Hugging Face Hub, name of an encoder of timm that begins with
-            ``timm:``, ``.gguf`` or ``.onnx`` file, or folder with one such file.
+        name: path of a folder of transformers or timm, of a ``.gguf`` or ``.onnx`` file, or of a folder with one such file;
+            or a name on the Hugging Face Hub, or the name of a timm encoder with the prefix ``timm:``.
         folder: folder to write a converted model to.
-        reuse: whether to use a converted model that is in ``folder`` already, which must come from the same file.
+        reuse: whether to use a model that was converted from the same file earlier, if ``folder`` contains one.
+
+    Returns:
+        Description of the model, without its weights.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ModuleNotFoundError: if a package that reads the file is not installed.
+        ModuleNotFoundError: if the package that reads GGUF or ONNX files is not installed.
         ValueError: if the model is not a causal language model or an encoder of transformers, or a vision transformer of timm,
-            or if it is linearized already.
+            or if its attention was already replaced.
     """
     title, file = Path(name).resolve().name if Path(name).exists() else name, _model_file(Path(name))
     if file is not None:
@@ -122,10 +126,10 @@ def _open_timm(name: str, title: str) -> PretrainedSource:
 
 
 def image_side(name: str, length: int | None = None) -> int | None:
-    """Return the side in pixels of the images to train an encoder of timm on; None for other models.
+    """Return the side in pixels of the training images for a timm encoder; None for other models.
 
     Args:
-        name: name of the model, see :func:`open_source`.
+        name: path or name of the model, see :func:`open_source`.
         length: side that the user chose; None for the size in timm's data configuration, rounded down to complete patches.
 
     Raises:
@@ -147,9 +151,12 @@ def image_side(name: str, length: int | None = None) -> int | None:
 
 
 def find_domain(name: str) -> Domain:
-    """Return what kind of model ``name`` is, see :func:`open_source`.
+    """Return the kind of a pretrained model: ``"language"``, ``"text"`` or ``"image"``.
 
-    A GGUF file holds a causal language model, an ONNX file an image encoder.
+    A GGUF file always contains a causal language model, and an ONNX file an image encoder.
+
+    Args:
+        name: path or name of the model, see :func:`open_source`.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -162,7 +169,12 @@ def find_domain(name: str) -> Domain:
 
 
 def _model_file(path: Path) -> Path | None:
-    """Return the GGUF or ONNX file that a path names or contains; None if it is a different folder or no path."""
+    """Return the GGUF or ONNX file that a path names, or that the folder at this path contains; None if there is no such file.
+
+    Raises:
+        FileNotFoundError: if the path has the suffix of such a file, but does not exist.
+        ValueError: if the folder contains several such files.
+    """
     if path.suffix in CONVERTED:
         if not path.is_file():
             raise FileNotFoundError(f"{path} does not exist")
@@ -176,7 +188,15 @@ def _model_file(path: Path) -> Path | None:
 
 
 def _domain(config: Any, name: str) -> Domain:
-    """Return what kind of model a configuration describes, by the classes it was saved from and its options."""
+    """Return the kind of the model that a transformers configuration describes.
+
+    Args:
+        config: the configuration, a ``PretrainedConfig``.
+        name: name of the model, for error messages.
+
+    Raises:
+        ValueError: if the model is not a causal language model or an encoder of texts or images.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
         MODEL_FOR_MASKED_LM_MAPPING_NAMES,

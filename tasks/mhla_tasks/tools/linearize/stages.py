@@ -1,4 +1,4 @@
-"""The two training runs of ``lightning linearize`` as configurations of ``lightning fit``."""
+"""Configurations of the two training runs of ``lightning linearize``, in the format of ``lightning fit``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ MONITORS: dict[Domain, tuple[str, str]] = {
     "text": ("val/cosine", "max"),
     "image": ("val/token_cosine", "max"),
 }
-"""Metric that says how good a model is, and whether more (``max``) or less (``min``) of it is better."""
+"""Metric that measures quality for each kind of model, and whether higher (``max``) or lower (``min``) values are better."""
 
 ATTENTION: dict[Domain, AttentionConfig] = {"language": WINDOW, "text": TEXTS, "image": IMAGES}
-"""Default attention of the training modules."""
+"""Default attention of the training module of each kind of model."""
 
 DEFAULTS: dict[Domain, dict[str, Any]] = {
     "language": {"length": 1024, "batch_size": 4, "block_size": WINDOW.block_size, "match_lr": 0.03, "tune_lr": 1e-4},
@@ -36,37 +36,37 @@ DEFAULTS: dict[Domain, dict[str, Any]] = {
 }
 """Defaults by kind of model.
 
-``length`` counts tokens, or the pixels of an image's side, for which encoders of timm have a default of their own.
-``block_size`` counts tokens, or the blocks along an image's side. ``match_lr`` and ``tune_lr`` are the peak learning rates of
-the two runs.
+``length`` is a number of tokens, or the side of an image in pixels; timm encoders have their own default. ``block_size`` is a
+number of tokens, or the number of blocks along an image's side. ``match_lr`` and ``tune_lr`` are the peak learning rates of the
+two runs.
 """
 
 MATCH_SHARE = 0.25
-"""Share of the training time in which layers are matched one by one; the rest trains the model as a whole."""
+"""Share of the training time for the first run, which matches single layers. The second run trains the complete model."""
 
 CHECKS = 4
-"""Number of validations in a run."""
+"""Number of validations in a training run."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Choices of ``lightning linearize`` that determine the training.
+    """Options of ``lightning linearize`` that determine the training.
 
     Attributes:
         train: files or folders of training data.
         val: files or folders of held-out data.
         kind: kind of the new attention.
-        block_size: tokens in a block; for images, the number of blocks along each side.
-        length: tokens in a sample; for images, pixels of a side.
-        batch_size: samples in a batch.
+        block_size: number of tokens in a block; for images, the number of blocks along each side.
+        length: number of tokens in a sample; for images, the side in pixels.
+        batch_size: number of samples in a batch.
         keep: share of the layers that keep softmax attention.
-        trained: part of the parameters that the second run trains, see ``train`` of the training modules.
+        trained: parameters that the second run trains: ``all``, ``attention``, ``new`` or ``lora``.
         match_lr: peak learning rate of the first run.
         tune_lr: peak learning rate of the second run.
         precision: precision of Lightning's Trainer.
         accelerator: accelerator of Lightning's Trainer.
-        seed: seed of everything.
-        val_batches: number of batches of held-out data that a validation reads.
+        seed: seed of all random number generators.
+        val_batches: number of held-out batches in a validation.
     """
 
     train: list[str]
@@ -86,12 +86,12 @@ class Settings:
 
 
 def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> dict[str, Any]:
-    """Return the configuration of the data module.
+    """Return the configuration of the data module for both training runs.
 
     Args:
-        source: pretrained model, whose tokenizer is used.
-        settings: choices of the user.
-        shards: folder with tokenized text, for language models.
+        source: pretrained model, which determines the tokenizer or the preprocessing of images.
+        settings: options of the command.
+        shards: folder with tokenized text; used only for language models.
     """
     options: dict[str, Any]
     if source.domain == "language":
@@ -112,7 +112,12 @@ def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> 
 
 
 def attention_options(source: PretrainedSource, settings: Settings) -> dict[str, Any]:
-    """Return the options of the new attention."""
+    """Return the configuration of the attention that replaces the attention of a pretrained model.
+
+    Args:
+        source: pretrained model.
+        settings: options of the command.
+    """
     options: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "softmax":
         options["feature_map"] = "learned"
@@ -127,11 +132,11 @@ def attention_options(source: PretrainedSource, settings: Settings) -> dict[str,
 
 
 def matching(source: PretrainedSource, settings: Settings, data: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Return the configuration of the first run, which matches each new layer to the original one.
+    """Return the configuration of the first training run, which matches each new attention layer to the original one.
 
     Args:
         source: pretrained model.
-        settings: choices of the user.
+        settings: options of the command.
         data: configuration of the data module.
         steps: number of optimizer steps.
     """
@@ -148,14 +153,14 @@ def tuning(
     matched: str,
     layer_kinds: list[str] | None,
 ) -> dict[str, Any]:
-    """Return the configuration of the second run, which trains the model as a whole.
+    """Return the configuration of the second training run, which trains the complete model.
 
     Args:
         source: pretrained model.
-        settings: choices of the user.
+        settings: options of the command.
         data: configuration of the data module.
         steps: number of optimizer steps.
-        matched: checkpoint of the first run.
+        matched: path of the checkpoint of the first run, from which the second run starts.
         layer_kinds: ``keep`` or ``replace`` for each layer; None to replace all layers.
     """
     model = _model(source, settings, matched, 0)
