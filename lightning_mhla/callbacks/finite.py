@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -148,7 +149,8 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
     backward: list[str] = []
     first_bad: list[str] = []
     with _silent(module), _watched(module, forward, backward, first_bad), trainer.precision_plugin.train_step_context():
-        output: Any = module.training_step(batch, batch_idx)
+        takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+        output: Any = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
         loss.backward()
     if bad_inputs:

@@ -747,3 +747,60 @@ def test_coefficients_of_prefix_tokens_are_dropped_from_older_windows() -> None:
     weight = torch.rand(17, 17)
     layer.load_state_dict({**state, "mixing.weight": weight})
     assert torch.equal(layer.mixing.weight, weight[1:, 1:])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("kind", ["mhla", "linear", "softmax", "rala"])
+@pytest.mark.parametrize("grid", [(8, 4), (5, 7), (2, 9)])
+def test_rotary_positions_of_a_layout_for_one_call_are_its_own(kind: str, grid: tuple[int, int]) -> None:
+    layer = build_attention(
+        AttentionConfig(kind=kind, block_grid=[2, 2], rotary=True, normalize_before_rotary=kind != "softmax"),
+        16,
+        2,
+        BlockLayout((4, 8), (2, 2)),
+    )
+    layout, x = BlockLayout(grid, (2, 2)), torch.randn(2, grid[0] * grid[1], 16)
+    out = layer(x, layout=layout)
+    layer.fit(layout)
+    torch.testing.assert_close(layer(x), out)
+
+
+def test_a_layout_for_one_call_needs_raster_order() -> None:
+    layout = BlockLayout((4, 8), (2, 2))
+    layer = build_attention(AttentionConfig(block_grid=[2, 2]), 16, 2, layout, block_ordered=True)
+    with pytest.raises(ValueError, match="raster order"):
+        layer(torch.randn(1, 32, 16), layout=layout)
+
+
+@pytest.mark.parametrize("bounds", [[0, 5], [0, 5, 3, 8], [1, 8]])
+def test_softmax_refuses_bounds_that_are_not_those_of_the_row(bounds: list[int]) -> None:
+    layer = build_attention(AttentionConfig(kind="softmax"), 16, 2, BlockLayout((8,), block_size=4), causal=True)
+    with pytest.raises(ValueError, match="must rise from 0 to the number of tokens, 8"):
+        layer(torch.randn(1, 8, 16), cu_seqlens=torch.tensor(bounds))
+    with pytest.raises(ValueError, match="needs a batch of one row"):
+        layer(torch.randn(2, 8, 16), cu_seqlens=torch.tensor([0, 3, 8]))
+
+
+def test_windows_of_all_tokens_do_not_take_packed_sequences() -> None:
+    config = AttentionConfig(kind="mhla_window", block_size=4, feature_map="learned")
+    layer = build_attention(config, 16, 2, BlockLayout((8,), block_size=4))
+    with pytest.raises(ValueError, match="takes cu_seqlens only in causal attention"):
+        layer(torch.randn(1, 8, 16), cu_seqlens=torch.tensor([0, 4, 8]))
+
+
+def test_a_default_layer_of_rala_ignores_no_option(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        build_attention(AttentionConfig(kind="rala"), 16, 2, BlockLayout((12,), (3,)))
+    assert "does not use" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AttentionConfig(block_grid=[]), "block_grid"),
+        (lambda: AttentionConfig(rotary_base=0.0), "rotary_base=0.0 must be positive"),
+        (lambda: Block(16, 2, BlockLayout((8,), (2,)), AttentionConfig(), mlp="relu"), "mlp='relu' is not one of"),
+    ],
+)
+def test_options_without_a_meaning_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()

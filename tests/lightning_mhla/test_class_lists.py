@@ -19,6 +19,8 @@ from lightning_mhla.data.classes import (
     write_classes,
 )
 from lightning_mhla.data.module import ShardSets
+from lightning_mhla.data.shards import find_shards
+from lightning_mhla.data.write import Preparation
 
 
 @pytest.mark.parametrize("count", [1, 2, 1 << 24])
@@ -157,3 +159,30 @@ def test_shards_of_two_prefixes_have_one_list(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"two-classes\.txt"):
         images.shard_classes(shards)
     assert images.shard_classes(sorted(tmp_path.glob("one-*.tar"))) == names
+
+
+def test_a_mark_at_the_beginning_is_no_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfcat\ndog\n")
+    assert read_classes(tmp_path / "classes.txt") == ["cat", "dog"]
+
+
+def test_names_in_another_encoding_are_an_error_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_bytes("café\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"classes\.txt"):
+        read_classes(tmp_path / "classes.txt")
+
+
+def test_shards_of_a_pattern_are_those_of_its_folder(tmp_path: Path) -> None:
+    for name in ("train-0.tar", "._train-0.tar", ".hidden.tar"):
+        (tmp_path / name).write_bytes(b"")
+    assert find_shards(str(tmp_path / "*.tar")) == find_shards(str(tmp_path)) == [tmp_path / "train-0.tar"]
+    with pytest.raises(FileNotFoundError, match="the list of locations of shards is empty"):
+        find_shards([])
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_shards_of_no_samples_are_refused_before_anything_is_deleted(count: int, tmp_path: Path) -> None:
+    (tmp_path / "train-0000.tar").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=f"per_shard={count} must be at least 1"):
+        Preparation(tmp_path, "train", {}, [], per_shard=count, force=True)
+    assert (tmp_path / "train-0000.tar").read_bytes() == b"mine"

@@ -315,3 +315,23 @@ def test_positions_and_biases_do_not_decay() -> None:
     groups = parameter_groups(nn.ModuleDict({"stem": model}), OptimizerConfig(weight_decay=0.1))
     decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     assert [decay[id(p)] for p in (model.weight, model.bias, model.position)] == [0.1, 0.0, 0.0]
+
+
+def test_decays_of_far_fewer_blocks_stay_within_their_bounds() -> None:
+    mixing = ExponentialCoefficients(BlockLayout((32, 32), (32, 32)))
+    with torch.no_grad():
+        mixing.decay.fill_(2.5)
+    small = ExponentialCoefficients(BlockLayout((32, 32), (2, 2)))
+    carried = small.carried("decay", mixing.decay.detach(), (32, 32))
+    assert carried is not None
+    assert carried.max() <= LARGEST_DECAY
+    mixing.resize((2, 2))
+    assert mixing.decay.max() == LARGEST_DECAY
+    assert mixing.forward((2, 2)).decay.max() == LARGEST_DECAY, "the fastest decay must not become a slow one"
+
+
+def test_extended_coefficients_know_their_blocks() -> None:
+    mixing = DenseCoefficients(BlockLayout((32,), block_size=4), causal=True)
+    mixing.extend(16)
+    assert mixing.grid == (16,)
+    assert mixing.forward((12,)).shape[-2:] == (12, 12)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mixing import LOWER, UPPER, DenseCoefficients
 from lightning_mhla.callbacks.forecast import needs
+from lightning_mhla.generative.flow import FlowConfig
 from lightning_mhla.training.optim import OptimizerConfig, build_optimizer
 
 
@@ -108,3 +109,14 @@ def test_sharded_parameters_are_refused(tmp_path: Path) -> None:
             build_optimizer(network, OptimizerConfig(kind="came", schedule="constant"), 10, 10)
     finally:
         distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("option", "value"), [("schedule", "linear"), ("kind", "adam"), ("schedule", "")])
+def test_names_that_mean_nothing_are_refused(option: str, value: str) -> None:
+    with pytest.raises(ValueError, match=f"optimizer.{option}={value!r} is not one of"):
+        OptimizerConfig(**{option: value})  # type: ignore[arg-type]
+
+
+def test_times_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"flow\.times='lognormal' is not one of"):
+        FlowConfig(times="lognormal")  # type: ignore[arg-type]

@@ -10,6 +10,7 @@ import timm
 import torch
 from lightning import seed_everything
 from mhla_tasks.classification import ImageClassifier, VisionShape
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -20,6 +21,7 @@ from lightning_mhla.attention import build_attention
 from lightning_mhla.attention.positions import grid_angles
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt
 from lightning_mhla.vision import VLT, StageConfig
+from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.ravlt import from_ravlt, read_ravlt
 from lightning_mhla.vision.stages import RAVLT
 
@@ -482,3 +484,33 @@ def test_a_new_head_is_in_the_mode_of_its_model() -> None:
     for classes in (0, 7):
         model.reset_classifier(classes)
         assert not any(module.training for module in model.modules())
+
+
+def test_directions_alternate_over_all_stages() -> None:
+    attention = AttentionConfig(kind="retention", options={"direction": "alternate"})
+    model = VLT(SIZE, 7, attention, SMALL)
+    layers = [module for module in model.modules() if type(module).__name__ == "Retention"]
+    assert [layer.options.direction for layer in layers] == ["forward", "backward", "forward"]
+    assert model(torch.randn(1, 3, *SIZE)).shape == (1, 7)
+
+
+@pytest.mark.parametrize("name", ["mhla_vlt_t", "mhla_deit_t"])
+def test_a_pruned_model_knows_its_stages(name: str) -> None:
+    options = {"stages": {"block_grids": [[4, 4], [2, 2]]}} if "vlt" in name else {}
+    model, images = timm.create_model(name, img_size=64, **options).eval(), torch.randn(1, 3, 64, 64)
+    model.prune_intermediate_layers([1])
+    assert len(model.forward_intermediates(images)[1]) == 2
+    (last,) = model.forward_intermediates(images, 1)[1]
+    torch.testing.assert_close(last, model.forward_intermediates(images)[1][-1])
+
+
+def test_a_failed_prediction_leaves_the_mode_alone() -> None:
+    model = VLT(SIZE, 7, AttentionConfig(**RAVLT), SMALL).train()
+    model.preprocessing = Preprocessing(40, crop_share=None)
+    model.head.register_forward_pre_hook(lambda *_: pytest.fail("no head today"))
+    with pytest.raises(pytest.fail.Exception, match="no head today"):
+        model.predict(Image.new("RGB", (50, 50)))
+    assert model.training
+    model.reset_classifier(0)
+    with pytest.raises(ValueError, match="the model has no head"):
+        model.predict(Image.new("RGB", (50, 50)))

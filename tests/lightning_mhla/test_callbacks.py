@@ -1,0 +1,130 @@
+"""Callbacks outside of one undisturbed fit: exceptions, a second fit, other commands, loss scales, other encodings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.finite import FiniteWatch
+from lightning_mhla.callbacks.forecast import Forecast
+from lightning_mhla.callbacks.periodic import PeriodicEvaluation
+from lightning_mhla.callbacks.pictures import AttentionPictures
+from lightning_mhla.checkpoints.io import check_entries
+from lightning_mhla.checkpoints.weights import LIVE
+
+
+class Line(LightningModule):
+    """One weight, trained with a learning rate of 0.1; validation fails if ``broken`` is set."""
+
+    def __init__(self, broken: bool = False, factor: float = 1.0) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(self.layer.weight)
+        self.broken, self.factor = broken, factor
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.layer(batch) * self.factor).sum()
+
+    def validation_step(self, batch: Tensor) -> None:
+        if self.broken:
+            raise RuntimeError("no validation today")
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def loader() -> DataLoader[Tensor]:
+    return DataLoader(torch.ones(4, 1), 1)  # type: ignore[arg-type]
+
+
+def trainer(folder: Path, *callbacks: Any, **options: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+        "enable_checkpointing": False, "num_sanity_val_steps": 0, "max_epochs": 1,
+    }  # fmt: skip
+    return Trainer(callbacks=list(callbacks), default_root_dir=folder, **defaults | options)
+
+
+def test_a_checkpoint_after_a_failed_validation_has_the_average_and_the_trained_weights(tmp_path: Path) -> None:
+    saving = ModelCheckpoint(tmp_path, filename="failed", save_on_exception=True, save_top_k=0)
+    fit = trainer(tmp_path, ExponentialMovingAverage(0.5), saving, enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="no validation today"):
+        fit.fit(Line(broken=True), loader(), loader())
+    (file,) = tmp_path.glob("*.ckpt")
+    saved = torch.load(file, weights_only=True)
+    trained, average = saved[LIVE]["layer.weight"].item(), saved["state_dict"]["layer.weight"].item()
+    assert trained == pytest.approx(0.6)  # 1 - 4 * 0.1
+    assert average == pytest.approx(0.6875)  # from 0.9, halfway to 0.8, 0.7 and 0.6
+
+
+@pytest.mark.parametrize("callback", [Forecast, FiniteWatch, lambda: ExponentialMovingAverage(0.5)])
+def test_a_validation_without_training(callback: Any, tmp_path: Path) -> None:
+    assert trainer(tmp_path, callback()).validate(Line(), loader(), verbose=False) == [{}]
+
+
+class Counted(PeriodicEvaluation):
+    """Evaluation that counts its calls."""
+
+    calls = 0
+
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.calls += 1
+
+
+def test_a_second_fit_is_evaluated_like_the_first(tmp_path: Path) -> None:
+    counted = Counted(None, at_end=True)
+    for fits in (1, 2, 3):
+        trainer(tmp_path, counted).fit(Line(), loader())
+        assert counted.calls == fits
+
+
+@pytest.mark.parametrize("action", ["stop", "skip"])
+def test_an_overflow_of_the_loss_scale_is_left_to_the_scaler(action: Any, tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**13)  # 8 times it is more than a float16 holds
+    watch, model = FiniteWatch(action), Line(factor=8.0)
+    fit = trainer(tmp_path, watch, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    fit.fit(model, loader())
+    assert watch.skipped == 0
+    assert model.layer.weight.item() == pytest.approx(1 - 3 * 0.8, abs=0.01), "the first of four steps is skipped"
+    assert scaler.get_scale() == 2.0**12
+
+
+def test_a_loss_that_is_nan_stops_with_a_scaler_too(tmp_path: Path) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="the loss is nan"):
+        trainer(tmp_path, FiniteWatch(), plugins=[plugin]).fit(Line(factor=torch.nan), loader())
+
+
+@pytest.mark.parametrize("options", [{"every_n_epochs": 0}, {"every_n_epochs": -1}, {"sample": -1}])
+def test_pictures_at_impossible_times_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, and sample"):
+        AttentionPictures(**options)
+
+
+@pytest.mark.parametrize("name", ["state_dict", LIVE])
+def test_weights_that_are_no_table_are_an_error_of_the_file(name: str) -> None:
+    checkpoint: dict[str, Any] = {"state_dict": {}, "epoch": 0, "global_step": 0, "pytorch-lightning_version": "2.6.0"}
+    with pytest.raises(ValueError, match=name):
+        check_entries(Path("broken.ckpt"), {**checkpoint, name: [1]})
+
+
+def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from lightning_mhla.system.files import write_whole;"
+        "write_whole(Path('page.html'), 'caf\\u00e9')"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=120)
+    assert (tmp_path / "page.html").read_bytes() == "café".encode()
