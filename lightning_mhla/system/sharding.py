@@ -6,7 +6,8 @@ The packages of FSDP2 are imported on first use, because importing them takes 0.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
@@ -29,6 +30,27 @@ def is_shard(value: object) -> TypeGuard[DTensor]:
 def is_sharded_module(module: object) -> TypeGuard[FSDPModule]:
     """Return whether a module is sharded with FSDP2, that is, was passed to ``fully_shard``."""
     return _is("torch.distributed.fsdp", "FSDPModule", module)
+
+
+@contextmanager
+def gathered_weights(module: nn.Module) -> Iterator[None]:
+    """Gather all sharded weights of a module on every process, for methods other than ``forward``.
+
+    FSDP2 gathers weights when ``forward`` of a sharded module is called, and not for other methods, such as those that generate
+    token by token. Within this context, every process holds all weights and may call any method, any number of times. Every
+    process must enter and leave the context. Without sharded weights, it does nothing.
+
+    Args:
+        module: module with sharded parts.
+    """
+    sharded = [part for part in module.modules() if is_sharded_module(part)]
+    for part in sharded:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in sharded:
+            part.reshard()
 
 
 def _is(package: str, name: str, value: object) -> bool:

@@ -472,3 +472,13 @@ def test_folders_of_runs_without_a_record_are_named(tmp_path: Path, capsys: pyte
     assert f"left out, because they have no run.json (not validated yet, or no RunReport): {waiting}\n" in err
     with pytest.raises(SystemExit, match=r"nowhere is not a folder"):
         registry.run("compare", [str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("name", ["picture.foo", "picture"])
+def test_a_picture_of_an_unknown_kind_is_refused_before_it_is_drawn(name: str, tmp_path: Path) -> None:
+    runs = [run("a", {"x": 1}, metrics={"val/x": [[1, 2.0], [2, 1.0]]})]
+    with pytest.raises(ValueError, match=r"picture.*\.png"):
+        curves.draw(group_runs(runs), tmp_path / name)
+    assert list(tmp_path.iterdir()) == []
+    curves.draw(group_runs(runs), tmp_path / "picture.PNG")
+    assert (tmp_path / "picture.PNG").stat().st_size > 1000

@@ -391,6 +391,7 @@ CONFIGS = {
     "tab": ("trainer:\n\tmax_epochs: 7\n", "line 2 is indented by a tab: YAML accepts only spaces"),
     "brace": ("trainer: {max_epochs: 3\n", "line 2, column 1: while parsing a flow mapping"),
     "twice": ("trainer:\n  max_epochs: 3\n  max_epochs: 4\n", "trainer.max_epochs is given twice, in line 2 and in line 3"),
+    "twice in one line": ("trainer: {max_epochs: 3, max_epochs: 4}\n", "trainer.max_epochs is given twice, in line 1; remove one"),
     "empty": ("", "contains no options: it is empty"),
     "text": ("hello\n", "must contain named options (KEY: VALUE), not a str"),
     "sequence": ("- a\n", "must contain named options (KEY: VALUE), not a list"),

@@ -207,6 +207,9 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(
         ),
         (["missing.gguf", "out", "--train", "a", "--val", "b"], "missing.gguf does not exist"),
         (["x", "out", "--train", "a", "--val", "b", "--keep=1"], "--keep=1.0 must be a share of the layers"),
+        (["x", "out", "--train", "a", "--val", "b", "--steps", "-1", "5"], "--steps"),
+        (["x", "out", "--train", "a", "--val", "b", "--val_batches=0"], "--val_batches"),
+        (["x", "out", "--train", "a", "--val", "b", "--batch_size=-2"], "--batch_size"),
         (["x", "out", "--train", "a", "--val", "b", "--budget=5"], "'5' is not a time such as 90s, 30m or 2h"),
     ],
 )

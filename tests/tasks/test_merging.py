@@ -11,11 +11,13 @@ import pytest
 import torch
 import yaml
 from mhla_tasks.classification import ImageNetShards
+from mhla_tasks.commandline.agreement import _rank
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.commandline.plan import PLAN, Plan, check_same, make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.commandline.sources import Source
 from mhla_tasks.tools.comparison.runs import differences, read_runs
 from PIL import Image
 
@@ -26,6 +28,7 @@ DIGITS = str(ROOT / "configs/classification/digits.yaml")
 FOLDER = str(ROOT / "configs/classification/folder.yaml")
 MODEL = "mhla_tasks.classification.ImageClassifier"
 SHARDS = "mhla_tasks.classification.ImageNetShards"
+DIGITS = str(Path(__file__).parents[2] / "configs/classification/digits.yaml")
 FORMER = {"max_skipped": 7, "shuffle_window": None, "cache_dir": "kept", "cache_bytes": 5}
 """Options of shards, which stood beside those of the data before they had a group of their own."""
 
@@ -504,3 +507,22 @@ def test_what_is_no_command_line_is_rejected(words: list[str], message: str) -> 
     with pytest.raises(UsageError) as error:
         plan(*words)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("folder", ["2024", "1e3", "true", "0x10", "2024-11-27"])
+def test_a_folder_may_be_named_like_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(folder).mkdir()
+    torch.save({"state_dict": {}, "global_step": 3}, Path(folder) / "last.ckpt")
+    for words in (
+        ["fit", f"--run_dir={folder}"],
+        ["validate", f"--run_dir={folder}"],
+        ["fit", f"--ckpt_path={folder}"],
+    ):
+        assert plan(*words, "--config", DIGITS).checkpoint == folder, words
+
+
+def test_a_file_that_is_named_twice_counts_where_it_stands_last() -> None:
+    a = Source("a.yaml", {"model": {"init_args": {"num_classes": 7}}})
+    b = Source("b.yaml", {"data": {"init_args": {"num_classes": 5}}})
+    assert [_rank(part, "num_classes", [a, b, a]) for part in ("model", "data")] == [2, 1]

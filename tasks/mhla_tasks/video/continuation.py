@@ -17,6 +17,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.module import GenerativeModule
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.sharding import gathered_weights
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.video.frames import FrameTransformer, relative_errors
 from mhla_tasks.video.writer import ContinuationWriter
@@ -262,6 +263,9 @@ class VideoContinuation(GenerativeModule):
         ]
         missing = self._writer.missing(requests)
         if not missing:
+            self.continue_clips(
+                levels[:0, : self.start], self.sampling.frames
+            )  # other processes gather weights from this one
             return {"pixels": [], "truth": [], "rows": []}
         first = torch.stack([true_levels[at][: self.start] for at in missing])
         pixels, measured = self.continue_clips(first, self.sampling.frames)
@@ -277,6 +281,8 @@ class VideoContinuation(GenerativeModule):
     def continue_clips(self, first: Tensor, frames: int) -> tuple[Tensor, dict[str, Any]]:
         """Continue clips frame by frame, and measure the time and the size of the generation states.
 
+        If the weights are sharded, every process must call this method, also with a batch of no clips.
+
         Args:
             first: levels of the first frames, ``[B, F, C, H, W]`` int64.
             frames: number of frames of the complete clips.
@@ -287,15 +293,16 @@ class VideoContinuation(GenerativeModule):
         """
         clips = [first]
         measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}
-        begin = time.perf_counter()
-        for frame, size in self.network.continue_clips(first, frames):
-            if frame.is_cuda:
-                torch.cuda.synchronize()
-            end = time.perf_counter()
-            measured["frame_seconds"].append(round(end - begin, 6))
-            measured["state_bytes"].append(size // len(first))
-            clips.append(frame)
-            begin = end
+        with gathered_weights(self.network):
+            begin = time.perf_counter()
+            for frame, size in self.network.continue_clips(first, frames) if len(first) else ():
+                if frame.is_cuda:
+                    torch.cuda.synchronize()
+                end = time.perf_counter()
+                measured["frame_seconds"].append(round(end - begin, 6))
+                measured["state_bytes"].append(size // len(first))
+                clips.append(frame)
+                begin = end
         return self.network.to_bytes(torch.cat(clips, 1)), measured
 
 

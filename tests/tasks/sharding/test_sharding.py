@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,36 @@ def test_what_cannot_share_sequences_says_so(cache_dir: Path) -> None:
     assert said.count("domain: ImageClassifier does not share sequences; leave sequence_parallel_size at 1\n") == 2
     assert said.count("packed: documents that are packed (separate_documents: true) cannot be spread") == 2
     assert said.count("short: 16 tokens in blocks of 16 are 1 blocks, too few for 2 processes") == 2
+
+
+CONTINUED = """
+import sys
+import torch
+from lightning import Trainer
+from mhla_tasks.video import BouncingDigits, VideoContinuation
+from mhla_tasks.video.continuation import ContinuationSampling, FrameShape
+from lightning_mhla import AttentionConfig
+from lightning_mhla.training.strategies import FullyShardedStrategy
+
+torch.manual_seed(0)
+model = VideoContinuation(
+    AttentionConfig(kind="mhla", mixing="exponential"), 16, 16, frames=6, shape=FrameShape(dim=24, depth=2, heads=3),
+    sampling=ContinuationSampling(frames=9), output=sys.argv[1],
+)
+sharded = int(sys.argv[2])
+trainer = Trainer(
+    accelerator="cpu", devices=2 if sharded else 1, strategy=FullyShardedStrategy() if sharded else "auto", logger=False,
+    enable_progress_bar=False, enable_checkpointing=False, default_root_dir=sys.argv[1],
+)
+trainer.predict(model, BouncingDigits(frames=6, clips=1, batch_size=4), return_predictions=False)
+"""
+
+
+@pytest.mark.timeout(300)
+def test_clips_are_continued_with_sharded_weights_also_by_a_process_without_a_clip(tmp_path: Path) -> None:
+    for name, processes in (("alone", 0), ("two", 2)):
+        status, said = fork_server().program(CONTINUED, tmp_path / name, processes, processes=max(1, processes))
+        assert status == 0, said[-4000:]
+    alone, two = (json.loads((tmp_path / name / "videos.jsonl").read_text()) for name in ("alone", "two"))
+    assert alone["error"] == two["error"]
+    assert len(alone["error"]) > 0
