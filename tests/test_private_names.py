@@ -58,6 +58,7 @@ TORCH = {
         "is_mapped",
     ): "counts that torch.vmap maps end in an error of torch that names nothing",
     (mhla_kernels.torch_private, "is_traced"): "numbers are read, and states written to, while a graph is recorded",
+    (mhla_kernels.torch_private, "is_batched_gradient"): "a batch of gradients cannot be written into plain memory",
     (mhla_kernels.torch_private, "is_wrapped"): "steps under torch.func write into ordinary tensors",
     (mhla_kernels.torch_private, "pytree"): "ExponentialMixing and the states cannot be compiled or exported",
     (mhla_kernels.torch_private, "unwrapped"): "decays under torch.func are not checked",

@@ -12,6 +12,10 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 """Whether a tensor is inside a transformation of ``torch.func``: it is mapped, or derivatives of it are taken."""
 
 
+is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient is a batch of gradients, which ``torch.autograd.grad(..., is_grads_batched=True)`` differentiates at once."""
+
+
 def unwrapped(x: Tensor) -> Tensor:
     """Return the plain tensor inside all wrappers of ``torch.func``. It includes the axes that ``torch.vmap`` maps over."""
     while is_wrapped(x):
@@ -57,6 +61,7 @@ __all__ = [
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "has_values",
+    "is_batched_gradient",
     "is_mapped",
     "is_traced",
     "is_wrapped",

@@ -4,18 +4,45 @@ The number of operations grows with N squared. Two large matrix products take mo
 fastest one for up to a few hundred tokens. Tokens stay where they are: the coefficients are expanded to pairs of tokens, once
 for all batch rows, instead of moving the tokens of each row into blocks.
 
-Shape letters: B batch, H heads, N queries, J keys (N in self-attention), M blocks, K key width, V value width.
+On a CPU, a few batch rows are computed at a time, so that their weights fit into the cache of a core, and the backward pass
+computes the weights again, which is faster than reading them back from memory.
+
+Shape letters: B batch, P batch rows of a part, H heads, N queries, J keys (N in self-attention), M blocks, K key width, V value
+width.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mhla_kernels.blocks import TokenBlocks
-from mhla_kernels.forms.parts import in_parts
-from mhla_kernels.forms.weights import expand_pairs, weigh
+from mhla_kernels.forms.parts import rows_in_part
+from mhla_kernels.forms.weights import expand_pairs, hide, weigh
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
+from mhla_kernels.torch_private import has_values, is_batched_gradient, is_wrapped
+
+
+class Pairs(NamedTuple):
+    """Options of the parallel form: how attention weights follow from the products of token pairs.
+
+    Attributes:
+        weighting: causality and normalization of the attention weights.
+        queries: index of the block and of the packed sequence that contain each query.
+        keys: the same for each key.
+    """
+
+    weighting: Weighting
+    queries: TokenBlocks
+    keys: TokenBlocks
+
+    def hide(self, x: Tensor) -> Tensor:
+        """Replace the numbers of pairs ``[..., N, J]`` that must not attend to each other by zeros, in place."""
+        return hide(x, self.weighting.causal, self.queries, self.keys, inplace=True)
 
 
 def parallel(
@@ -41,16 +68,213 @@ def parallel(
     Returns:
         Outputs, ``[B, N, H, V]``.
     """
-    pairs_NJ = expand_pairs(mixing, queries, keys)
+    pairs, coefficients = Pairs(weighting, queries, keys), expand_pairs(mixing, queries, keys)
+    tensors = (q_BNHK, k_BJHK, v_BJHV, coefficients)
+    if not _suits_parts(*tensors):
+        return _at_once(*tensors, pairs)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        out: Tensor = _InParts.apply(*tensors, pairs)
+        return out
+    return _in_parts(*tensors, pairs)[0].transpose(1, 2)
 
-    def attend(q_BNHK: Tensor, k_BJHK: Tensor, v_BJHV: Tensor) -> Tensor:
-        products_BHNJ = q_BNHK.transpose(1, 2) @ k_BJHK.permute(0, 2, 3, 1)
-        scores_BHNJ = weigh(products_BHNJ, pairs_NJ, weighting.causal, queries, keys)
-        out_BHNV = scores_BHNJ @ v_BJHV.transpose(1, 2)
+
+def _at_once(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> Tensor:
+    """Compute the outputs ``[B, N, H, V]`` by differentiable functions of torch, for all batch rows together.
+
+    ``coefficients`` has the mixing coefficient of each pair of tokens, ``[N, J]`` or ``[H, N, J]``.
+    """
+    weighting = pairs.weighting
+    products_BHNJ = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    weights_BHNJ = weigh(products_BHNJ, coefficients, weighting.causal, pairs.queries, pairs.keys)
+    out_BHNV = weights_BHNJ @ v.transpose(1, 2)
+    if weighting.scale is not None:
+        out_BHNV = out_BHNV * weighting.scale
+    else:
+        out_BHNV = divide(out_BHNV, weights_BHNJ.sum(-1, keepdim=True), weighting.eps)
+    return out_BHNV.transpose(1, 2)
+
+
+def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Return whether the computation in parts supports these tensors, and would have several parts.
+
+    Supported are plain tensors on a CPU, outside of the transformations of ``torch.func`` and of tracing.
+    """
+    tensors = (q, k, *others)
+    return (
+        q.device.type == "cpu"
+        and rows_in_part(q, q.shape[1] * k.shape[1]) < len(q) * q.shape[2]
+        and has_values(*tensors)
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+    )
+
+
+class _Part(NamedTuple):
+    """Batch rows and heads that are computed together, as slices."""
+
+    rows: slice
+    heads: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """Take this part of tokens ``[B, N, H, D]``, ``[P * H, N, D]``. It is a copy if there are several rows."""
+        return x[self.rows, :, self.heads].transpose(1, 2).flatten(0, 1)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Take this part of numbers ``[B, H, N, D]``, ``[P * H, N, D]``, without a copy."""
+        return x[self.rows, self.heads].flatten(0, 1)
+
+    def of_pairs(self, x: Tensor) -> Tensor:
+        """Take the heads of numbers of token pairs, ``[N, J]`` or ``[H, N, J]``."""
+        return x if x.dim() == 2 else x[self.heads]
+
+
+def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_Part], list[Tensor]]:
+    """Divide the batch rows and heads into parts, and allocate memory for the numbers of all token pairs of one part.
+
+    All parts use the same memory: to allocate it for each of them takes longer than to fill it.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
+        count: number of tensors to allocate, ``[P * H, N, J]`` each.
+    """
+    batch, tokens, heads = q.shape[:3]
+    numbers = tokens * k.shape[1]
+    in_part = max(1, min(heads, rows_in_part(q, numbers)))
+    rows = max(1, min(batch, rows_in_part(q, numbers * heads)))
+    parts = [
+        _Part(slice(row, row + rows), slice(head, head + in_part))
+        for head in range(0, heads, in_part)
+        for row in range(0, batch, rows)
+    ]
+    return parts, list(q.new_empty(count, rows * in_part, tokens, k.shape[1]))
+
+
+def _in_parts(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
+    """Compute the outputs ``[B, H, N, V]``, and the sums of the weights of each query plus eps, ``[B, H, N, 1]``.
+
+    Without normalization, the sums are empty, ``[0]``.
+    """
+    weighting, heads = pairs.weighting, q.shape[2]
+    out_BHNV = q.new_empty(len(q), heads, q.shape[1], v.shape[3])
+    totals_BHN1 = q.new_empty((*out_BHNV.shape[:3], 1) if weighting.normalize else 0)
+    parts, (space,) = _parts(q, k, 1)
+    for part in parts:
+        products, out = _products(part.of(q), part.of(k), pairs, space), part.of_heads(out_BHNV)
+        weights = _weigh(products, part.of_pairs(coefficients), pairs, products)
+        torch.bmm(weights, part.of(v), out=out)
         if weighting.scale is not None:
-            out_BHNV = out_BHNV * weighting.scale
+            out *= weighting.scale
         else:
-            out_BHNV = divide(out_BHNV, scores_BHNJ.sum(-1, keepdim=True), weighting.eps)
-        return out_BHNV.transpose(1, 2)
+            totals = part.of_heads(totals_BHN1)
+            torch.sum(weights, -1, keepdim=True, out=totals)
+            out /= totals.add_(weighting.eps)
+    return out_BHNV, totals_BHN1
 
-    return in_parts(attend, (q_BNHK, k_BJHK, v_BJHV), q_BNHK.shape[1] * q_BNHK.shape[2] * k_BJHK.shape[1])
+
+def _products(q: Tensor, k: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
+    """Compute the products of all token pairs, ``[P * H, N, J]``, into a workspace."""
+    return pairs.hide(torch.bmm(q, k.transpose(1, 2), out=space[: len(q)]))
+
+
+def _weigh(products: Tensor, coefficients: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
+    """Multiply numbers of all token pairs, ``[P * H, N, J]``, by their mixing coefficients, into a workspace."""
+    rows = (-1, *coefficients.shape)
+    weights = space[: len(products)]
+    torch.mul(products.view(rows), coefficients, out=weights.view(rows))
+    return pairs.hide(weights)
+
+
+class _InParts(torch.autograd.Function):
+    """Autograd function for :func:`_in_parts`. It saves its arguments and outputs, and no number of a token pair."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> Tensor:
+        out, totals = _in_parts(q, k, v, coefficients, pairs)
+        ctx.save_for_backward(q, k, v, coefficients, out, totals)
+        ctx.pairs = pairs
+        return out.transpose(1, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, totals = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_wrapped(gradient) or is_batched_gradient(gradient):
+            return (*_gradients_at_once(ctx.needs_input_grad[:4], gradient, tensors, ctx.pairs), None)
+        return (*_gradients(ctx.needs_input_grad[3], gradient, tensors, out, totals, ctx.pairs), None)
+
+
+def _gradients(
+    with_coefficients: bool, gradient: Tensor, tensors: list[Tensor], out: Tensor, totals: Tensor, pairs: Pairs
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of the tensors of :func:`_in_parts` from the gradient of its outputs.
+
+    With weights ``W = m * (q k^T)`` and ``o = W v / t``, where t is the sum of a row of W plus eps::
+
+        dv = W^T (do / t)        dW = (do / t) v^T - (do / t) . o        dm = dW * (q k^T)        d(q k^T) = dW * m
+
+    Args:
+        with_coefficients: whether the gradient of the coefficients is needed.
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        tensors: queries, keys, values and coefficients.
+        out: outputs of :func:`_in_parts`.
+        totals: sums of the weights of each query plus eps.
+        pairs: options of the weights.
+    """
+    q, k, v, coefficients = tensors
+    heads, scale = q.shape[2], pairs.weighting.scale
+    of_q, of_k, of_v = (x.new_empty(len(x), heads, x.shape[1], x.shape[3]) for x in (q, k, v))
+    of_coefficients = torch.zeros_like(coefficients) if with_coefficients else None
+    parts, spaces = _parts(q, k, 2)
+    for part in parts:
+        queries, keys, values, share = (part.of(x) for x in (q, k, v, gradient))
+        share = share * scale if scale is not None else share / part.of_heads(totals)
+        products, in_part = _products(queries, keys, pairs, spaces[0]), part.of_pairs(coefficients)
+        weights = _weigh(products, in_part, pairs, spaces[1])
+        torch.bmm(weights.transpose(1, 2), share, out=part.of_heads(of_v))
+        of_weights = weights  # in their place: they are not needed any more
+        if scale is not None:
+            torch.bmm(share, values.transpose(1, 2), out=of_weights)
+        else:
+            of_totals = _sum_of_products(share, part.of_heads(out))
+            torch.baddbmm(of_totals, share, values.transpose(1, 2), beta=-1, out=of_weights)
+        pairs.hide(of_weights)
+        if of_coefficients is not None:
+            rows = [x.view(-1, *in_part.shape) for x in (products, of_weights)]
+            if len(rows[0]) == 1:
+                part.of_pairs(of_coefficients).addcmul_(rows[0][0], rows[1][0])
+            else:
+                part.of_pairs(of_coefficients).add_(rows[0].mul_(rows[1]).sum(0))
+        of_products = _weigh(of_weights, in_part, pairs, of_weights)
+        torch.bmm(of_products, keys, out=part.of_heads(of_q))
+        torch.bmm(of_products.transpose(1, 2), queries, out=part.of_heads(of_k))
+    return of_q.transpose(1, 2), of_k.transpose(1, 2), of_v.transpose(1, 2), of_coefficients
+
+
+def _sum_of_products(share: Tensor, out: Tensor) -> Tensor:
+    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN is zero.
+
+    An overflowed output is infinite or NaN. If its gradient is zero, it must stay zero.
+    """
+    sums = (share * out).sum(-1, keepdim=True)
+    return sums if sums.isfinite().all() else torch.where(share == 0, 0, share * out).sum(-1, keepdim=True)
+
+
+def _gradients_at_once(
+    needed: tuple[bool, ...], gradient: Tensor, tensors: list[Tensor], pairs: Pairs
+) -> tuple[Tensor | None, ...]:
+    """Compute the gradients of :func:`_in_parts` from :func:`_at_once`, so that they can be differentiated again.
+
+    Args:
+        needed: for each tensor, whether its gradient is wanted.
+        gradient: gradient of the outputs, ``[B, N, H, V]``.
+        tensors: queries, keys, values and coefficients.
+        pairs: options of the weights.
+    """
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # views, because the same tensor may be queries and keys, with a gradient for each
+        q, k, v, coefficients = copies = [x.view_as(x) for x in tensors]
+        chosen = [x for x, is_needed in zip(copies, needed, strict=True) if is_needed]
+        out = _at_once(q, k, v, coefficients, pairs)
+        gradients = iter(torch.autograd.grad(out, chosen, gradient, create_graph=again))
+    return tuple(next(gradients) if is_needed else None for is_needed in needed)

@@ -26,5 +26,15 @@ def in_parts(run: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: int
     first = tensors[0]
     if first.device.type != "cpu" or is_traced() or torch.jit.is_tracing() or len(first) == 1:  # type: ignore[attr-defined]
         return run(*tensors)
-    count = max(1, PART // max(1, numbers * first.element_size()))
+    count = rows_in_part(first, numbers)
     return torch.cat([run(*part) for part in zip(*(x.split(count) for x in tensors), strict=True)])
+
+
+def rows_in_part(x: Tensor, numbers: int) -> int:
+    """Return the number of batch rows that fit into a part, at least 1.
+
+    Args:
+        x: tensor with the dtype of the intermediate values.
+        numbers: number of intermediate values of one batch row.
+    """
+    return max(1, PART // max(1, numbers * x.element_size()))

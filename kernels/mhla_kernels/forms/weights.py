@@ -8,7 +8,7 @@ from mhla_kernels.blocks import TokenBlocks
 from mhla_kernels.problem import Causal
 
 
-def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None) -> Tensor:
+def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *, inplace: bool = False) -> Tensor:
     """Replace the scores of keys that a query must not attend to by zeros.
 
     Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
@@ -18,11 +18,15 @@ def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None) -
         causal: whether a query attends to keys up to itself only; ``"block"`` if it attends to all keys of its own block and of
             the blocks before it. False hides nothing.
         block: index of each token's block, ``[T]`` integers that do not decrease; required for ``"block"`` only.
+        inplace: whether to change the scores themselves, which must not need a gradient.
     """
     if causal == "block":
         assert block is not None
-        return scores_TT.masked_fill(block[:, None] < block, 0)
-    return scores_TT.tril() if causal else scores_TT
+        later = block[:, None] < block
+        return scores_TT.masked_fill_(later, 0) if inplace else scores_TT.masked_fill(later, 0)
+    if causal:
+        return scores_TT.tril_() if inplace else scores_TT.tril()
+    return scores_TT
 
 
 def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
@@ -31,6 +35,24 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
         return mixing.index_select(-2, queries.block).index_select(-1, keys.block)
     # slower on a CPU; but on a GPU, the gradient of index_select is added up in a different order in each run
     return mixing[..., queries.block[:, None], keys.block]
+
+
+def hide(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
+    """Replace the numbers of token pairs that must not attend to each other by zeros.
+
+    These are pairs with a later key, as for :func:`hide_later`, and pairs of different packed sequences.
+
+    Args:
+        x: numbers of pairs of N queries and J keys, ``[..., N, J]``.
+        causal: keys that a query attends to.
+        queries: index of the block and of the packed sequence that contain each query.
+        keys: the same for each key.
+        inplace: whether to change ``x`` itself, which must not need a gradient.
+    """
+    if queries.sequence is not None and keys.sequence is not None:
+        other = queries.sequence[:, None] != keys.sequence
+        x = x.masked_fill_(other, 0) if inplace else x.masked_fill(other, 0)
+    return hide_later(x, causal, queries.order if causal == "block" else None, inplace=inplace)
 
 
 def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
@@ -50,11 +72,4 @@ def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks,
     Returns:
         Weights before normalization, ``[B, H, N, J]``.
     """
-    order = queries.order if causal == "block" else None
-
-    def hide(x: Tensor) -> Tensor:
-        if queries.sequence is not None and keys.sequence is not None:
-            x = x.masked_fill(queries.sequence[:, None] != keys.sequence, 0)
-        return hide_later(x, causal, order)
-
-    return hide(hide(products) * pairs)
+    return hide(hide(products, causal, queries, keys) * pairs, causal, queries, keys)
