@@ -13,7 +13,7 @@ is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 is_batched_gradient = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a gradient is a batch of gradients, which ``torch.autograd.grad(..., is_grads_batched=True)`` differentiates at once."""
+"""Whether a gradient is a batch of gradients, as from ``torch.autograd.grad(..., is_grads_batched=True)``."""
 
 
 def unwrapped(x: Tensor) -> Tensor:
