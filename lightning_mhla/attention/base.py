@@ -81,7 +81,7 @@ class Attention(AttentionKind):
         gate: bool | None = None,
     ) -> None:
         super().__init__()
-        key_value_heads = key_value_heads or heads
+        key_value_heads = heads if key_value_heads is None else key_value_heads
         check_heads(dim, heads, key_value_heads, key_width, value_width)
         self.check_supported(config, layout, causal)
         used = {"block_size"} if causal == "block" else set()

@@ -83,7 +83,7 @@ class CrossAttention(nn.Module):
     ) -> None:
         super().__init__()
         config = AttentionConfig(kind=self.kind) if config is None else config
-        key_value_heads = key_value_heads or heads
+        key_value_heads = heads if key_value_heads is None else key_value_heads
         check_heads(dim, heads, key_value_heads, key_width, value_width)
         check_cross_config(config, self.kind)
         report_unused(config, self.unused)

@@ -56,6 +56,8 @@ def check_heads(
     Raises:
         ValueError: if ``key_value_heads`` does not divide ``heads``, or a width is None and ``heads`` does not divide ``dim``.
     """
+    if heads < 1 or key_value_heads < 1:
+        raise ValueError(f"heads={heads} and key_value_heads={key_value_heads} must be positive")
     if heads % key_value_heads:
         raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
     if (key_width is None or value_width is None) and dim % heads:

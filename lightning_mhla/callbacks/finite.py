@@ -51,6 +51,8 @@ class FiniteWatch(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the number of skipped steps."""
+        if stage == "fit" and not pl_module.automatic_optimization:
+            log.warning("%s optimizes manually: losses and gradients are not checked", type(pl_module).__name__)
         self.skipped, self._seen = 0, []
         self._agreement = Agreement() if stage == "fit" else None
 
@@ -60,6 +62,8 @@ class FiniteWatch(Callback):
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         """Store the loss of the current batch."""
+        if not pl_module.automatic_optimization:
+            return
         batch, batch_idx, _ = self._seen[-1]
         self._seen[-1] = (batch, batch_idx, loss.detach())
 
@@ -74,7 +78,8 @@ class FiniteWatch(Callback):
                 the weights already contain non-finite values, or if ``max_skipped`` steps have already been skipped.
         """
         batches, self._seen = self._seen, []
-        if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
+        # set when the trainer is created
+        if trainer.fast_dev_run or not pl_module.automatic_optimization:  # type: ignore[attr-defined]
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)

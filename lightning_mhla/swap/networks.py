@@ -23,7 +23,7 @@ from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.swap.saved import restored
 from lightning_mhla.swap.swapping import is_swapped, load_swapped
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.system.untrusted import read_json, reason
 
 HOW_SAVED = (
     "transformers_version", "architectures", "model_type", "dtype", "torch_dtype", "auto_map", "quantization_config", SAVED
@@ -50,7 +50,9 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(pretrained, trust_remote_code=False)
     except OSError as error:
-        raise FileNotFoundError(f"{pretrained} is not a checkpoint, a folder or a model on the hub") from error
+        raise FileNotFoundError(
+            f"{pretrained} is not a checkpoint, a folder or a model on the hub ({reason(error)})"
+        ) from error
 
 
 def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class VisionModel(nn.Module):
         head: layer that computes class scores from pooled features.
         class_names: names of the classes, in the order of the scores; None if unknown.
         preprocessing: transform that :meth:`predict` applies to an image; None if unknown.
+        is_pruned: whether layers were removed.
     """
 
     in_chans: int
@@ -87,6 +88,8 @@ class VisionModel(nn.Module):
     head: nn.Module
     class_names: list[str] | None = None
     preprocessing: Preprocessing | None = None
+    is_pruned = False
+    _hub_mixin_config: dict[str, Any]
 
     def describe(
         self, class_names: Sequence[str] | None, preprocessing: Preprocessing | Mapping[str, Any] | None
@@ -104,6 +107,29 @@ class VisionModel(nn.Module):
             raise ValueError(f"class_names lists {len(class_names)} names, but num_classes={self.num_classes}")
         self.class_names = None if class_names is None else list(class_names)
         self.preprocessing = None if preprocessing is None else as_dataclass(Preprocessing, preprocessing)
+
+    def save_pretrained(
+        self, save_directory: str | PathLike[str], *, config: Mapping[str, Any] | None = None, **options: Any
+    ) -> str | None:
+        """Save the weights and ``config.json``, with the current head, pooling, class names and image transform.
+
+        Args:
+            save_directory: folder to write, created if it does not exist.
+            config: contents of ``config.json``; None for the options from which ``from_pretrained`` rebuilds this model.
+            options: further options of ``PyTorchModelHubMixin.save_pretrained``, such as ``push_to_hub``.
+
+        Raises:
+            ValueError: if layers were removed with ``prune_intermediate_layers``, which ``config.json`` cannot express.
+        """
+        if config is None:
+            if self.is_pruned:
+                raise ValueError(
+                    "layers were removed from the model, which config.json cannot express; save its state_dict"
+                )
+            preprocessing = None if self.preprocessing is None else self.preprocessing.as_dict()
+            config = {**self._hub_mixin_config, "num_classes": self.num_classes, "global_pool": self.pool_name}
+            config |= {"class_names": self.class_names, "preprocessing": preprocessing}
+        return super().save_pretrained(save_directory, config=config, **options)  # type: ignore[misc,no-any-return]
 
     @torch.inference_mode()
     def predict(self, image: Image.Image | str | PathLike[str], top: int | None = None) -> dict[str, float]:
@@ -246,6 +272,11 @@ class VisionModel(nn.Module):
             nn.init.trunc_normal_(self.head.weight, std=0.02)
             nn.init.zeros_(self.head.bias)
         self.head.train(self.training)
+
+    @property
+    def pool_name(self) -> str:
+        """Name of the pooling before the head, such as ``"avg"``; an empty string for no pooling."""
+        raise NotImplementedError
 
     def set_pool(self, kind: str) -> None:
         """Set the pooling before the head by name, such as ``"avg"``. An empty string means no pooling."""

@@ -210,6 +210,7 @@ class VisionTransformer(
             Indices of the requested blocks, counted from 0.
         """
         block_indices = taken_indices(indices, len(self.layers))
+        self.is_pruned = self.is_pruned or prune_norm or max(block_indices) + 1 < len(self.layers)
         self.backbone.blocks = self.backbone.blocks[: max(block_indices) + 1]
         self.feature_info = self.feature_info[: len(self.layers)]
         if prune_norm:
@@ -223,6 +224,11 @@ class VisionTransformer(
         if kind not in ("avg", ""):
             raise ValueError(f"global_pool={kind!r} is not 'avg' or empty")
         self.global_pool = kind
+
+    @property
+    @override
+    def pool_name(self) -> str:
+        return self.global_pool
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Enable or disable activation checkpointing, which recomputes blocks in the backward pass to save memory."""

@@ -296,6 +296,7 @@ class VLT(
             Indices of the requested stages, counted from 0.
         """
         stage_indices = taken_indices(indices, len(self.stages))
+        self.is_pruned = self.is_pruned or prune_head or max(stage_indices) + 1 < len(self.stages)
         self.stages = self.stages[: max(stage_indices) + 1]
         self.feature_info = self.feature_info[: len(self.stages)]
         if prune_head:
@@ -309,6 +310,11 @@ class VLT(
         if kind not in ("avg", "max", "avgmax", "fast", ""):
             raise ValueError(f"global_pool={kind!r} is not 'avg', 'max', 'avgmax', 'fast' or empty")
         self.global_pool = SelectAdaptivePool2d(pool_type=kind, flatten=bool(kind))
+
+    @property
+    @override
+    def pool_name(self) -> str:
+        return self.global_pool.pool_type
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Enable or disable activation checkpointing, which recomputes blocks in the backward pass to save memory."""

@@ -804,3 +804,9 @@ def test_a_default_layer_of_rala_ignores_no_option(caplog: pytest.LogCaptureFixt
 def test_options_without_a_meaning_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("options", [{"heads": 0}, {"heads": 2, "key_value_heads": 0}, {"heads": -1}])
+def test_no_heads_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must be positive"):
+        MHLA(16, layout=BlockLayout((8,), (2,)), config=AttentionConfig(), **options)

@@ -128,3 +128,25 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=120)
     assert (tmp_path / "page.html").read_bytes() == "café".encode()
+
+
+class Manual(Line):
+    """The same with two optimizers that it steps itself."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Tensor) -> None:  # type: ignore[override]
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch).sum())
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), 0.1) for _ in range(2)]
+
+
+def test_manual_optimization_is_not_checked_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Manual()
+    trainer(tmp_path, FiniteWatch()).fit(model, loader())
+    assert "Manual optimizes manually: losses and gradients are not checked" in caplog.text
+    assert model.layer.weight.item() == pytest.approx(1 - 8 * 0.1)

@@ -514,3 +514,22 @@ def test_a_failed_prediction_leaves_the_mode_alone() -> None:
     model.reset_classifier(0)
     with pytest.raises(ValueError, match="the model has no head"):
         model.predict(Image.new("RGB", (50, 50)))
+
+
+@pytest.mark.parametrize("name", ["mhla_vlt_t", "mhla_deit_t"])
+def test_a_saved_model_has_the_head_that_it_has_now(name: str, tmp_path: Path) -> None:
+    options = {"stages": {"block_grids": [[4, 4], [2, 2]]}} if "vlt" in name else {}
+    model, images = timm.create_model(name, img_size=64, **options).eval(), torch.randn(1, 3, 64, 64)
+    model.reset_classifier(3, "avg")
+    model.describe(["ant", "bee", "cat"], Preprocessing(64, crop_share=None))
+    model.save_pretrained(tmp_path / "new")
+    loaded = type(model).from_pretrained(tmp_path / "new").eval()
+    assert loaded.class_names == ["ant", "bee", "cat"]
+    assert loaded.preprocessing == model.preprocessing
+    torch.testing.assert_close(loaded(images), model(images))
+    model.reset_classifier(0, "")
+    model.save_pretrained(tmp_path / "features")
+    torch.testing.assert_close(type(model).from_pretrained(tmp_path / "features").eval()(images), model(images))
+    model.prune_intermediate_layers([1])
+    with pytest.raises(ValueError, match=r"layers were removed from the model, which config\.json cannot express"):
+        model.save_pretrained(tmp_path / "pruned")

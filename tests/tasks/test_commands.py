@@ -321,3 +321,14 @@ def test_bash_completes(tmp_path: Path) -> None:
         "images",
         "kept",
     ]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("nowhere", "--max-new-tokens=3", "hello"), ("--seed=1", "nowhere", "hello"), ("nowhere", "--", "--hello x-y")],
+)
+def test_options_may_stand_anywhere(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, _, said = call(monkeypatch, capsys, "generate", *words)
+    assert "error: nowhere is not a" in said

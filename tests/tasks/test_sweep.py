@@ -299,6 +299,10 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
         (["--sweep", "a=1,,2"], "--sweep a=1,,2: write KEY=VALUE,VALUE"),
         (["--sweep=a=1", "--sweep=a=2"], "--sweep a is given twice"),
         (["--sweep=a=1,2,1"], "--sweep a has a value twice"),
+        (
+            ["--sweep=run_dir=a,b"],
+            "--sweep run_dir: a sweep varies options of a configuration; --run_dir is the same for all runs",
+        ),
     ],
 )
 def test_a_sweep_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -284,7 +284,8 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
         scores = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
         values |= {"inception_score": scores[mean], "inception_score_std": scores[spread]}
     if generated.pooled is None or reference.pooled is None:
-        marks.append(f"no kid, precision, recall: {reference.origin} has statistics only, no images")
+        without_images = reference if reference.pooled is None else generated
+        marks.append(f"no kid, precision, recall: {without_images.origin} has statistics only, no images")
         return Scores(values, marks)
     subset = min(KID_SUBSET, len(generated.pooled), len(reference.pooled))
     kid: dict[str, Any] = {"kid_subset_size": subset, "rng_seed": seed, "verbose": False}

@@ -155,7 +155,8 @@ def run(name: str, arguments: Sequence[str]) -> int | None:
         with reported():
             return function(arguments)  # type: ignore[return-value]
     parser, do = parser_of(name)
-    options = parser.parse_args(arguments)
+    # options may stand between positional arguments; after "--", argparse would lose the mark
+    options = parser.parse_args(arguments) if "--" in arguments else parser.parse_intermixed_args(arguments)
     show_log(sys.stderr)  # standard output is reserved for results
     with reported():
         return do(options)

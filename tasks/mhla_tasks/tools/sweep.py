@@ -200,6 +200,10 @@ def read_sweep(line: CommandLine) -> Sweep:
             raise UsageError(f"--sweep {text}: write KEY=VALUE,VALUE")
         if key in values:
             raise UsageError(f"--sweep {key} is given twice")
+        if key in ("run_dir", "config", "ckpt_path"):
+            raise UsageError(
+                f"--sweep {key}: a sweep varies options of a configuration; --{key} is the same for all runs"
+            )
         values[key] = split_values(listed)
     for key, several in values.items():
         if len(set(several)) < len(several):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -78,8 +79,8 @@ class ContinuationSampling:
     crf: float = 15.0
 
     def __post_init__(self) -> None:
-        if self.fps <= 0:
-            raise ValueError(f"sampling.fps={self.fps} must be above 0")
+        if not 0 < self.fps < math.inf:
+            raise ValueError(f"sampling.fps={self.fps} must be a number above 0")
         if not 0 <= self.crf <= 51:
             raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 

@@ -147,7 +147,7 @@ def test_statistics_alone_give_distances_alone() -> None:
     for sets in ((image_set(20, logits=4), known), (known, image_set(20))):
         found = score(*sets)
         assert {"fid"} <= found.values.keys() <= {"fid", "inception_score", "inception_score_std"}
-        assert f"no kid, precision, recall: {sets[1].origin} has statistics only, no images" in found.marks
+        assert f"no kid, precision, recall: {known.origin} has statistics only, no images" in found.marks
 
 
 def test_batches_are_put_together_in_their_order() -> None:
