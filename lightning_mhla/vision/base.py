@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import PyTorchModelHubMixin
 from PIL import Image
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class ImageCheck(nn.Module):
         return images
 
 
-class VisionModel(nn.Module):
+class VisionModel(nn.Module, PyTorchModelHubMixin):
     """Base class of image classifiers, with the same methods as timm's models.
 
     Derived classes define ``forward_features``, which computes features of images, and ``forward_head``, which computes class
@@ -89,7 +90,6 @@ class VisionModel(nn.Module):
     class_names: list[str] | None = None
     preprocessing: Preprocessing | None = None
     is_pruned = False
-    _hub_mixin_config: dict[str, Any]
 
     def describe(
         self, class_names: Sequence[str] | None, preprocessing: Preprocessing | Mapping[str, Any] | None
@@ -108,8 +108,8 @@ class VisionModel(nn.Module):
         self.class_names = None if class_names is None else list(class_names)
         self.preprocessing = None if preprocessing is None else as_dataclass(Preprocessing, preprocessing)
 
-    def save_pretrained(
-        self, save_directory: str | PathLike[str], *, config: Mapping[str, Any] | None = None, **options: Any
+    def save_pretrained(  # type: ignore[override]
+        self, save_directory: str | Path, *, config: dict[str, Any] | None = None, **options: Any
     ) -> str | None:
         """Save the weights and ``config.json``, with the current head, pooling, class names and image transform.
 
@@ -127,9 +127,10 @@ class VisionModel(nn.Module):
                     "layers were removed from the model, which config.json cannot express; save its state_dict"
                 )
             preprocessing = None if self.preprocessing is None else self.preprocessing.as_dict()
-            config = {**self._hub_mixin_config, "num_classes": self.num_classes, "global_pool": self.pool_name}
+            constructed: Any = self._hub_mixin_config
+            config = {**constructed, "num_classes": self.num_classes, "global_pool": self.pool_name}
             config |= {"class_names": self.class_names, "preprocessing": preprocessing}
-        return super().save_pretrained(save_directory, config=config, **options)  # type: ignore[misc,no-any-return]
+        return super().save_pretrained(save_directory, config=config, **options)
 
     @torch.inference_mode()
     def predict(self, image: Image.Image | str | PathLike[str], top: int | None = None) -> dict[str, float]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import PatchEmbed, register_notrace_module
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -49,7 +48,6 @@ class ConvStem(nn.Module):
 
 class VisionTransformer(
     VisionModel,
-    PyTorchModelHubMixin,
     library_name="lightning-mhla",
     coders={
         AttentionConfig: (asdict, lambda options: AttentionConfig(**options)),

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any, cast
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
 from timm.layers import DropPath, SelectAdaptivePool2d, register_notrace_module
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -149,7 +148,6 @@ class Stage(nn.Module):
 
 class VLT(
     VisionModel,
-    PyTorchModelHubMixin,
     library_name="lightning-mhla",
     coders={
         AttentionConfig: (asdict, lambda options: AttentionConfig(**options)),

@@ -62,7 +62,7 @@ class PredictionTable(Callback):
                 writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
         log.info("%d predictions written to %s", len(rows), path)
         if len(rows) < len(images):
-            limited = trainer.limit_predict_batches != 1.0  # type: ignore[attr-defined]  # set when the trainer is created
+            limited = trainer.limit_predict_batches != 1.0
             broken = "are not images that can be decoded, see above"
             cause = "were not read (trainer.limit_predict_batches)" if limited else broken
             log.warning("%d files %s; their rows are empty", len(images) - len(rows), cause)
