@@ -15,6 +15,7 @@ import mhla_kernels.torch_private
 import pytest
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
+from huggingface_hub import PyTorchModelHubMixin
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
@@ -159,6 +160,7 @@ HOSTS: dict[tuple[Any, str], str] = {
 ATTRIBUTES: dict[tuple[Any, str], str] = {
     (torch.ones(1), "_version"): "positions that were written to are taken for those of the call before",
     (torch.nn.Module(), "_buffers"): "tables of a layout do not follow a model to its device",
+    (PyTorchModelHubMixin, "_hub_mixin_config"): "a vision model is saved without the options that it was built with",
     (LightningModule(), "_trainer"): "a module that is not attached to a trainer cannot be asked for its callbacks",
 }
 """Attributes of torch and Lightning that are read where they are used."""

@@ -261,5 +261,5 @@ def test_wrong_calls_are_refused(alone: Any) -> None:
         mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, key_mask=torch.ones(1, 3) > 0)
     with pytest.raises(ValueError, match="k holds negative features"):
         mhla_sequence_parallel(q, q - 0.5, q, mixing, group=alone, tokens=32, block_size=8)
-    with pytest.raises(ValueError, match="mixing is on meta"):
+    with pytest.raises(ValueError, match="mixing is on 'meta'"):
         mhla_sequence_parallel(q, q, q, mixing.to("meta"), group=alone, tokens=32, block_size=8)

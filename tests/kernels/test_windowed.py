@@ -433,7 +433,7 @@ def test_nothing_to_attend_to() -> None:
         ({"sink_q": torch.ones(2, 9, 4, 6), "causal": False}, "sink_q is for causal attention"),
         ({"sink_q": torch.ones(2, 8, 4, 6)}, r"sink_q is torch.float32 \[2, 8, 4, 6\] on cpu; it must be like q"),
         ({"sink_q": torch.ones(2, 9, 4, 6, dtype=torch.float64)}, "sink_q is torch.float64"),
-        ({"k_features": torch.ones(2, 9, 4, 3, device="meta")}, "k_features is on meta"),
+        ({"k_features": torch.ones(2, 9, 4, 3, device="meta")}, "k_features is on 'meta'"),
         (
             {"block_size": 2, "block_grid": (2, 2), "sinks": 1, "causal": False, "mixing": torch.rand(5, 5)},
             "mixing is for 5 blocks; .*, it must be for the 4",

@@ -109,7 +109,7 @@ def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
     )
 
 
-class _Part(NamedTuple):
+class _RowsAndHeads(NamedTuple):
     """Batch rows and heads that are computed together, as slices."""
 
     rows: slice
@@ -128,7 +128,7 @@ class _Part(NamedTuple):
         return x if x.dim() == 2 else x[self.heads]
 
 
-def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_Part], list[Tensor]]:
+def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_RowsAndHeads], list[Tensor]]:
     """Divide the batch rows and heads into parts, and allocate memory for the numbers of all token pairs of one part.
 
     All parts use the same memory: to allocate it for each of them takes longer than to fill it.
@@ -143,7 +143,7 @@ def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_Part], list[Tensor]]
     in_part = max(1, min(heads, rows_in_part(q, numbers)))
     rows = max(1, min(batch, rows_in_part(q, numbers * heads)))
     parts = [
-        _Part(slice(row, row + rows), slice(head, head + in_part))
+        _RowsAndHeads(slice(row, row + rows), slice(head, head + in_part))
         for head in range(0, heads, in_part)
         for row in range(0, batch, rows)
     ]

@@ -213,8 +213,8 @@ def _note_lines(node: yaml.Node, path: tuple[str | int, ...], lines: dict[tuple[
     for key, value in node.value:
         key_path, line = (*path, str(key.value)), key.start_mark.line + 1
         if key_path in lines and key.value != "<<":
-            places = " and ".join(f"in line {number}" for number in sorted({lines[key_path], line}))
-            raise ValueError(f"{'.'.join(map(str, key_path))} is given twice, {places}; remove one")
+            places = " and in line ".join(map(str, sorted({lines[key_path], line})))
+            raise ValueError(f"{'.'.join(map(str, key_path))} is given twice, in line {places}; remove one")
         lines[key_path] = line
         _note_lines(value, key_path, lines)
 

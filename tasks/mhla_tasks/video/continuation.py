@@ -80,7 +80,7 @@ class ContinuationSampling:
 
     def __post_init__(self) -> None:
         if not 0 < self.fps < math.inf:
-            raise ValueError(f"sampling.fps={self.fps} must be a number above 0")
+            raise ValueError(f"sampling.fps={self.fps} must be above 0, and finite")
         if not 0 <= self.crf <= 51:
             raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 

@@ -300,14 +300,19 @@ def linearize(options: Any) -> None:
             "user names, passwords and queries of URLs would be written to the configurations in the working folder; download "
             "the data first"
         )
+    for name in ("batch_size", "block_size", "val_batches", "steps"):
+        _check_positive(name, getattr(options, name))
     typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
     defaults = dict(stages.DEFAULTS[find_domain(options.source)])
     defaults["length"] = image_side(options.source, options.length) or defaults["length"]
-    for name in ("length", "batch_size", "block_size", "val_batches", "steps"):
-        value = getattr(options, name)
-        if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-            raise ValueError(f"--{name}={_written(value)} must be at least 1")
+    _check_positive("length", options.length)
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")
     Pipeline(options.source, target, work, settings, options.budget, steps).run()
+
+
+def _check_positive(name: str, value: int | list[int] | None) -> None:
+    """Raise ValueError if the value of a command-line option, or one of its values, is below 1."""
+    if value is not None and min(value if isinstance(value, list) else [value]) < 1:
+        raise ValueError(f"--{name}={_written(value)} must be at least 1")
