@@ -367,6 +367,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`softmax`": "softmax-seed-0",
         "`mhla_window` in all layers, 4 sinks, blocks of 128": "mhla_window-seed-0",
         "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
+        "`mhla_window` in 22 layers, blocks of 256": "mhla_window-256-seed-0-0.25-kept",
         "`mhla_window` in all layers, 4 sinks, blocks of 256": "mhla_window-256-seed-0",
         "`mhla_window` in all layers, equal coefficients, not trained": "mhla_window-uniform-seed-0",
         "the window and the sinks alone, in all layers": "window-seed-0",
@@ -395,8 +396,26 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "the window and the sinks alone": "window-seed-0",
         "`mhla_window` in all layers, blocks of 256": "mhla_window-256-seed-0",
         "`mhla_window` in 22 layers": "mhla_window-seed-0-0.25-kept",
+        "`mhla_window` in 22 layers, blocks of 256": "mhla_window-256-seed-0-0.25-kept",
     }.items():
         measured = json.loads((folder / f"{file}.json").read_text())["long"]
         cells = [f"{measured['perplexity'][tokens][0]:.1f}" for tokens in ("8192", "16384", "32768")]
         cells += [f"{measured['needle'][tokens]['numbers']:.0%}" for tokens in ("1024", "4096", "8192")]
         assert f"| {name} | {' | '.join(cells)} |" in text, name
+
+
+def test_the_guide_shows_smollm2_by_seed() -> None:
+    root = Path(__file__).parents[1]
+    table = (root / "docs/guides/linearize.md").read_text().split("**Seeds.**")[1].split("\n\n")[1].splitlines()[2:]
+    names = (
+        "softmax-seed-{}",
+        "mhla_window-256-seed-{}",
+        "mhla_window-256-seed-{}-0.25-kept",
+        "mhla_window-seed-{}",
+        "window-seed-{}",
+    )
+    for line, name in zip(table, names, strict=True):
+        files = [root / f"benchmarks/results/real-language/{name.format(seed)}.json" for seed in range(3)]
+        results = [json.loads(file.read_text())["tuned"] if file.exists() else None for file in files]
+        cells = ["" if row is None else f"{row['1024'][0]:.2f}, {row['4096'][0]:.2f}" for row in results]
+        assert [cell.strip() for cell in line.split("|")[2:5]] == cells, name
