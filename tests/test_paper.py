@@ -419,3 +419,11 @@ def test_the_guide_shows_smollm2_by_seed() -> None:
         results = [json.loads(file.read_text())["tuned"] if file.exists() else None for file in files]
         cells = ["" if row is None else f"{row['1024'][0]:.2f}, {row['4096'][0]:.2f}" for row in results]
         assert [cell.strip() for cell in line.split("|")[2:5]] == cells, name
+
+
+def test_the_guide_shows_minilm_with_half_of_its_layers() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/guides/linearize.md").read_text()
+    rows = json.loads((root / "benchmarks/results/real-encoders/minilm-half.json").read_text())["results"]
+    short, middle, longest = (f"{rows[tokens]['cosine']:.3f}" for tokens in ("64", "128", "512"))
+    assert f"the cosine is {short} at 64 tokens, {middle} at 128 and {longest} at 512" in text
