@@ -102,9 +102,10 @@ def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
     tensors = (q, k, *others)
     return (
         q.device.type == "cpu"
-        and rows_in_part(q, q.shape[1] * k.shape[1]) < len(q) * q.shape[2]
         and has_values(*tensors)
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and rows_in_part(q, q.shape[1] * k.shape[1])
+        < len(q) * q.shape[2]  # sizes may be symbols while traced: checked last
         and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
     )
 
