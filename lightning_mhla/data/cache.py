@@ -258,14 +258,17 @@ class ShardCache:
         return True
 
     def _resized(self, path: Path, problem: str) -> ShardUnavailableError:
-        """Delete the saved table of a shard whose size has changed on the server, and return the error to raise.
+        """Delete the saved tables of a remote folder in which the size of a shard has changed, and return the error to raise.
+
+        The tables of the other shards are deleted, too, because a data set is usually replaced as a whole.
 
         Args:
             path: path of the shard in the cache.
             problem: description of the two sizes, for the error message.
         """
-        with self._changing():  # the next run reads the table, and with it the size, from the server again
-            table_file(path).unlink(missing_ok=True)
+        with self._changing():  # the next run reads the tables, and with them the sizes, from the server again
+            for table in path.parent.glob(f"*{INDEX}"):
+                table.unlink(missing_ok=True)
         return ShardUnavailableError(f"{problem}; it has changed on the server; start again")
 
     def _check_table(self, path: Path) -> None:

@@ -334,3 +334,19 @@ def test_side_files_come_with_their_shards(folder: Path, tmp_path: Path) -> None
     manifest = path.with_name("train-manifest.json")
     assert manifest.read_bytes() == (folder / "train-manifest.json").read_bytes()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("each", [EACH - 6, EACH + 6])
+def test_a_shard_that_changed_on_the_server_is_an_error_once(each: int, tmp_path: Path) -> None:
+    home, cache = tmp_path / "remote", tmp_path / "cache"
+    write_shards(range(SHARDS * EACH), members, home, "train", per_shard=EACH)
+    with served(home) as server:
+        limit = 2 * limit_of(home)
+        loader(pattern(server.url), cache, limit)  # reads the member tables
+        for file in home.iterdir():
+            file.unlink()
+        write_shards(range(SHARDS * each), members, home, "train", per_shard=each)
+        with pytest.raises(ShardUnavailableError, match=r"it has changed on the server; start again"):
+            list(loader(pattern(server.url), cache, limit))
+        again = read(loader(pattern(server.url), cache, limit))
+    assert sorted(again[0]) == list(range(SHARDS * each))

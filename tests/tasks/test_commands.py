@@ -332,3 +332,9 @@ def test_options_may_stand_anywhere(
 ) -> None:
     _, _, said = call(monkeypatch, capsys, "generate", *words)
     assert "error: nowhere is not a" in said
+
+
+def test_the_help_of_timm_has_no_markup(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(monkeypatch, capsys, "timm", "--help")
+    assert "usage: lightning timm SCRIPT" in out
+    assert "``" not in out

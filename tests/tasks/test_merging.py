@@ -182,6 +182,11 @@ def test_a_file_appends_to_the_list_that_it_gives_whatever_comes_first(tmp_path:
         ("--trainer.callbacks.0.monitor=x", "trainer.callbacks.OPTION is an option of the last item"),
         ("--trainer.logger.1.name=x", "trainer.logger.OPTION is an option of the last item"),
         ("--model.attention=linear", "model.attention takes options by name, such as model.attention.kind=linear"),
+        ("--model.attention={kind: mhla, kind: linear}", "kind is given twice, in line 1; remove one"),
+        (
+            "--config={trainer: {max_epochs: 3, max_epochs: 4}}",
+            "trainer.max_epochs is given twice, in line 1; remove one",
+        ),
         (
             "--model.training.optimizer=0.1",
             "--model.training.optimizer=0.1: model.training.optimizer takes options by name",

@@ -301,7 +301,7 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
         (["--sweep=a=1,2,1"], "--sweep a has a value twice"),
         (
             ["--sweep=run_dir=a,b"],
-            "--sweep run_dir: a sweep varies options of a configuration; --run_dir is the same for all runs",
+            "--sweep run_dir: a sweep makes a folder for each run itself, in the folder that --run_dir names",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 
 from mhla_kernels.blocks import TokenBlocks
 from mhla_kernels.forms.parts import rows_in_part
-from mhla_kernels.forms.weights import expand_pairs, hide, weigh
+from mhla_kernels.forms.weights import expand_pairs, hide_pairs, weigh
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
 from mhla_kernels.torch_private import has_values, is_batched_gradient, is_wrapped
@@ -42,7 +42,7 @@ class Pairs(NamedTuple):
 
     def hide(self, x: Tensor) -> Tensor:
         """Replace the numbers of pairs ``[..., N, J]`` that must not attend to each other by zeros, in place."""
-        return hide(x, self.weighting.causal, self.queries, self.keys, inplace=True)
+        return hide_pairs(x, self.weighting.causal, self.queries, self.keys, inplace=True)
 
 
 def parallel(
@@ -104,9 +104,9 @@ def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
         q.device.type == "cpu"
         and has_values(*tensors)
         and not torch.jit.is_tracing()  # type: ignore[attr-defined]
-        and rows_in_part(q, q.shape[1] * k.shape[1])
-        < len(q) * q.shape[2]  # sizes may be symbols while traced: checked last
         and all(forward_ad.unpack_dual(x).tangent is None for x in tensors)
+        # last, because sizes may be symbols while a graph is recorded
+        and rows_in_part(q, q.shape[1] * k.shape[1]) < len(q) * q.shape[2]
     )
 
 

@@ -37,7 +37,7 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
     return mixing[..., queries.block[:, None], keys.block]
 
 
-def hide(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
+def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
     """Replace the numbers of token pairs that must not attend to each other by zeros.
 
     These are pairs with a later key, as for :func:`hide_later`, and pairs of different packed sequences.
@@ -72,4 +72,5 @@ def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks,
     Returns:
         Weights before normalization, ``[B, H, N, J]``.
     """
-    return hide(hide(products, causal, queries, keys) * pairs, causal, queries, keys)
+    products = hide_pairs(products, causal, queries, keys)
+    return hide_pairs(products * pairs, causal, queries, keys)

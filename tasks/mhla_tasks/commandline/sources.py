@@ -102,6 +102,11 @@ def read_sources(line: CommandLine) -> list[Source]:
 
 def _typed(option: Option) -> Source:
     nested: Any = literal(option.value or "")
+    if isinstance(nested, dict | list):
+        try:
+            _note_lines(yaml.compose(option.value or "", Loader), (), {})
+        except ValueError as error:
+            return Source(option.text, {}, problem=f"{option.text}: {error}")
     for part in reversed(option.name.split(".")):
         nested = {part: nested}
     return Source(option.text, nested, typed=True, option=option)
@@ -169,6 +174,7 @@ def _inline(origin: str, text: str) -> Source:
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
         check_yaml(text)
+        _note_lines(yaml.compose(text, Loader), (), {})
         return Source(origin, yaml.load(text, Loader), typed=True)
     except yaml.YAMLError as error:
         return Source(origin, {}, problem=f"{origin}: {_where(error)}")

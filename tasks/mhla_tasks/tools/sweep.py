@@ -200,9 +200,9 @@ def read_sweep(line: CommandLine) -> Sweep:
             raise UsageError(f"--sweep {text}: write KEY=VALUE,VALUE")
         if key in values:
             raise UsageError(f"--sweep {key} is given twice")
-        if key in ("run_dir", "config", "ckpt_path"):
+        if key == "run_dir":
             raise UsageError(
-                f"--sweep {key}: a sweep varies options of a configuration; --{key} is the same for all runs"
+                "--sweep run_dir: a sweep makes a folder for each run itself, in the folder that --run_dir names"
             )
         values[key] = split_values(listed)
     for key, several in values.items():

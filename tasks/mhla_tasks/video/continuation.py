@@ -263,13 +263,11 @@ class VideoContinuation(GenerativeModule):
             for slot, clip in zip(slots, true_levels, strict=True)
         ]
         missing = self._writer.missing(requests)
-        if not missing:
-            self.continue_clips(
-                levels[:0, : self.start], self.sampling.frames
-            )  # other processes gather weights from this one
-            return {"pixels": [], "truth": [], "rows": []}
-        first = torch.stack([true_levels[at][: self.start] for at in missing])
-        pixels, measured = self.continue_clips(first, self.sampling.frames)
+        with gathered_weights(self.network):  # every process takes part in it, also one without a missing clip
+            if not missing:
+                return {"pixels": [], "truth": [], "rows": []}
+            first = torch.stack([true_levels[at][: self.start] for at in missing])
+            pixels, measured = self.continue_clips(first, self.sampling.frames)
         truths = [self.network.to_bytes(true_levels[at]) for at in missing]
         took = {"seconds": sum(measured["frame_seconds"]) / len(missing), "at_once": len(missing), **measured}
         rows = []
@@ -282,7 +280,7 @@ class VideoContinuation(GenerativeModule):
     def continue_clips(self, first: Tensor, frames: int) -> tuple[Tensor, dict[str, Any]]:
         """Continue clips frame by frame, and measure the time and the size of the generation states.
 
-        If the weights are sharded, every process must call this method, also with a batch of no clips.
+        If the weights are sharded, call this method inside :func:`gathered_weights`.
 
         Args:
             first: levels of the first frames, ``[B, F, C, H, W]`` int64.
@@ -294,16 +292,15 @@ class VideoContinuation(GenerativeModule):
         """
         clips = [first]
         measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}
-        with gathered_weights(self.network):
-            begin = time.perf_counter()
-            for frame, size in self.network.continue_clips(first, frames) if len(first) else ():
-                if frame.is_cuda:
-                    torch.cuda.synchronize()
-                end = time.perf_counter()
-                measured["frame_seconds"].append(round(end - begin, 6))
-                measured["state_bytes"].append(size // len(first))
-                clips.append(frame)
-                begin = end
+        begin = time.perf_counter()
+        for frame, size in self.network.continue_clips(first, frames):
+            if frame.is_cuda:
+                torch.cuda.synchronize()
+            end = time.perf_counter()
+            measured["frame_seconds"].append(round(end - begin, 6))
+            measured["state_bytes"].append(size // len(first))
+            clips.append(frame)
+            begin = end
         return self.network.to_bytes(torch.cat(clips, 1)), measured
 
 

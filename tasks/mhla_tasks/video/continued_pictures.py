@@ -14,6 +14,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.sharding import gathered_weights
 from mhla_tasks.captioned.callbacks import log_figure
 from mhla_tasks.video.bouncing import BouncingDigits
 from mhla_tasks.video.continuation import VideoContinuation
@@ -46,6 +47,8 @@ class ContinuationPictures(PeriodicEvaluation):
         super().__init__(every_n_steps, at_end)
         if clips < 1:
             raise ValueError(f"clips={clips} must be at least 1")
+        if frames is not None and frames < 1:
+            raise ValueError(f"frames={frames} must be at least 1, or null for the model's option sampling.frames")
         self.clips, self.frames = clips, frames
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,7 +85,12 @@ class ContinuationPictures(PeriodicEvaluation):
         samples = [self._held_out[index] for index in range(len(self._held_out))]
         video = torch.stack([sample["video"] for sample in samples])
         truth = module.network.to_levels(video.to(module.device))
-        with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
+        with (
+            kept_random_state(),
+            evaluation_weights(trainer, module),
+            trainer.precision_plugin.forward_context(),
+            gathered_weights(module.network),
+        ):
             clips, _ = module.continue_clips(truth[:, : module.start], frames)
         pixels = module.network.to_bytes(truth).cpu()
         lengths = [sample.get("frames", frames) for sample in samples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,8 +40,8 @@ class WanSamplingConfig:
 
     def __post_init__(self) -> None:
         check_sampling(self)
-        if self.fps <= 0:
-            raise ValueError(f"sampling.fps={self.fps} must be above 0")
+        if not 0 < self.fps < math.inf:
+            raise ValueError(f"sampling.fps={self.fps} must be above 0, and finite")
         if not 0 <= self.crf <= 51:
             raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -242,13 +243,13 @@ class Beginnings:
 
 
 def _check_rate(fps: float | None) -> None:
-    """Check that a number of frames per second is positive; None stands for consecutive frames.
+    """Check that a number of frames per second is positive and finite; None stands for consecutive frames.
 
     Raises:
-        ValueError: if the number is 0 or negative.
+        ValueError: if it is not.
     """
-    if fps is not None and fps <= 0:
-        raise ValueError(f"fps={fps} must be above 0, or null for consecutive frames")
+    if fps is not None and not 0 < fps < math.inf:
+        raise ValueError(f"fps={fps} must be above 0 and finite, or null for consecutive frames")
 
 
 def _position(anywhere: bool) -> float:

@@ -87,6 +87,10 @@ def test_another_scheduler_precision_and_errors(tmp_path: Path) -> None:
         pipe([10])
     with pytest.raises(ValueError, match="num_inference_steps=0 must lie between"):
         pipe([1], num_inference_steps=0)
+    with pytest.raises(ValueError, match="output_type='png' is not one of 'pil', 'np', 'pt', 'latent'"):
+        pipe([1], num_inference_steps=3, output_type="png")
+    with pytest.raises(ValueError, match="num_inference_steps=1 must lie between 2 and"):
+        DiTPipeline.from_pretrained(tmp_path / "exported")([1], num_inference_steps=1)
     plain = make_module(CASES["ddpm, fixed variance, no label dropout"], tmp_path)
     with pytest.raises(ValueError, match="also trained without labels"):
         DiTPipeline.of_module(plain)([1], guidance_scale=2.0)

@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, ImageLatentShards
-from mhla_tasks.text_to_image.buckets import nearest_bucket, parse_buckets
+from mhla_tasks.text_to_image import buckets as buckets_module
+from mhla_tasks.text_to_image.buckets import EXTENSIONS, nearest_bucket, parse_buckets
 from PIL import Image
 from sana import save_pipeline
 from test_text_to_image_training import config
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardOptions
+from lightning_mhla.data.captioned import FolderFiles
 from lightning_mhla.data.loader import Progress
 from lightning_mhla.data.sampling import grouped_order
 
@@ -160,3 +162,13 @@ def test_training_on_several_sizes(server: ForkServer, folder: Path, tmp_path: P
     status, said = server.run(*words[:-1], "--data.buckets=[16x16,8x26,24x8]", folder=tmp_path)
     assert status == 1
     assert "do not divide into patches" in said
+
+
+def test_sizes_are_read_from_the_beginnings_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noise = np.random.default_rng(0).integers(0, 255, (300, 400, 3), dtype=np.uint8)
+    for name in ("a.jpg", "b.jpg"):
+        Image.fromarray(noise).save(tmp_path / name)
+        (tmp_path / name).with_suffix(".txt").write_text("noise")
+    files = FolderFiles(tmp_path, EXTENSIONS, "caption")
+    monkeypatch.setattr(FolderFiles, "member", lambda *_: pytest.fail("read completely"))
+    assert [buckets_module._image_size(files, index) for index in range(2)] == [(300, 400)] * 2

@@ -13,9 +13,14 @@ import torch
 from diffusers import WanPipeline
 from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 from mhla_tasks.captioned.text import TextConfig, make_encoder, read_prompts
+from mhla_tasks.text_to_image.callbacks import SceneScores
+from mhla_tasks.video import ContinuationPictures
+from mhla_tasks.video.callbacks import ClipPictures
 from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_signed, write_clip
+from mhla_tasks.video.continuation import ContinuationSampling
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
-from mhla_tasks.video.sources import ShardClips
+from mhla_tasks.video.sampling import WanSamplingConfig
+from mhla_tasks.video.sources import CaptionedClips, ShardClips, UncaptionedClips
 from wan import make_shard
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
@@ -262,3 +267,24 @@ def test_held_out_digits_start_at_different_places() -> None:
     held_out = MovingDigitSamples(False, 4, 24, 24)
     frames = torch.stack([held_out[index]["video"][0, 0] for index in range(0, 80, 4)])  # all of one direction
     assert len({tuple((frame > -1).nonzero().min(0).values.tolist()) for frame in frames}) > 8
+
+
+@pytest.mark.parametrize("fps", [0, -4.0, float("nan"), float("inf")])
+def test_impossible_rates_are_refused(fps: float) -> None:
+    nothing: Any = None
+    for make in (
+        lambda: CaptionedClips(nothing, 4, 8, 8, fps),
+        lambda: UncaptionedClips(nothing, (4, 8, 8), fps, 1),
+        lambda: WanSamplingConfig(fps=fps),
+        lambda: ContinuationSampling(fps=fps),
+    ):
+        with pytest.raises(ValueError, match=r"fps=.* must be above 0"):
+            make()
+
+
+def test_pictures_of_no_frames_are_refused() -> None:
+    for make in (lambda: ClipPictures(["one"], frames=0), lambda: ContinuationPictures(frames=0)):
+        with pytest.raises(ValueError, match="frames=0 must be at least 1"):
+            make()
+    with pytest.raises(ValueError, match="per_prompt=0 must be at least 1"):
+        SceneScores(per_prompt=0)
