@@ -73,6 +73,7 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
             "short blocks": Part(
                 ("-m", "benchmarks.short_blocks", *small, "--tokens", "64", "--runs", "1", *to), 5
             ),
+            "tiles": Part(("-m", "benchmarks.tiles", "--seconds", "0", *to), 3),
             "generation": Part(
                 ("-m", "benchmarks.generation", "--device", "cpu", "--contexts", "64", "--steps", "2", *to), 5
             ),
@@ -95,6 +96,7 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
     peers = () if authors is None else ("--authors", str(authors.resolve()))
     parts_by_name["attention"] = Part(("-m", "benchmarks.attention", "--seconds", "0.2", *peers, *to), 10)
     parts_by_name["short blocks"] = Part(("-m", "benchmarks.short_blocks", "--runs", "3", "--seconds", "0.1", *to), 5)
+    parts_by_name["tiles"] = Part(("-m", "benchmarks.tiles", *to), 10)
     parts_by_name["throughput"] = Part(("-m", "benchmarks.throughput", *to), 15)
     parts_by_name["generation"] = Part(("-m", "benchmarks.generation", *to), 8)
     parts_by_name["models"] = Part(("-m", "benchmarks.models", "--seconds", "3", *to), 12)

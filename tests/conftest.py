@@ -85,6 +85,7 @@ LONG = (
     "test_benchmarks::test_architectures_are_measured_by_kind_and_size",
     "test_benchmarks::test_kernels_compile_ahead_of_time_within_their_limits",
     "test_benchmarks::test_losses_are_compared_to_the_last_bit",
+    "test_benchmarks::test_tiles_are_measured_one_change_at_a_time",
     "test_benchmarks::test_what_sana_takes_is_counted",
     "test_benchmarks::test_what_wan_takes_is_counted",
     "test_block_causal::test_later_blocks_do_not_change_earlier_ones_in_the_kernels",

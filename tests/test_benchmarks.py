@@ -31,6 +31,8 @@ from benchmarks import (
 )
 from benchmarks.shapes import MODELS, Rates, Shape, least_cost
 
+ROOT = Path(__file__).parents[1]
+
 
 def test_the_baseline_loop_computes_the_operator() -> None:
     q, k, v, mixing = torch.rand(1, 64, 2, 8), torch.rand(1, 64, 2, 8), torch.randn(1, 64, 2, 6), torch.rand(4, 4)
@@ -85,6 +87,42 @@ def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> No
     assert sum(kernel["launches"] for kernel in kernels) == 20
     assert {kernel["chip"] for kernel in kernels} == {80, 86, 89, 90, 100, 120}
     assert all(kernel["registers"] > 0 and kernel["shared_bytes"] >= 0 for kernel in kernels)
+
+
+def test_tiles_are_measured_one_change_at_a_time(tmp_path: Path) -> None:
+    """In a process of its own, in the interpreter: a compiled kernel has the same program."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "benchmarks.tiles", "--seconds", "0", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = json.loads((tmp_path / "tiles-cpu.json").read_text())["rows"]
+    assert [(row["kernel"], row["change"]) for row in rows] == [
+        ("", {}),
+        ("attend", {"stages": 1}),
+        ("mix", {"stages": 1}),
+    ]
+    assert all(row["both_ms"] > 0 for row in rows)
+
+
+def test_times_on_a_gpu_in_the_documentation_are_measured() -> None:
+    """Every pair of times in the table is that of a row of the committed results, and the ratios are theirs."""
+    folder = ROOT / "benchmarks/results/nvidia-h200"
+    pairs = {
+        (f"{row['forward_ms']:.3f}, {row['both_ms']:.3f}", row.get("method", "tiles")): row
+        for name in ("attention-cuda", "tiles-cuda")
+        for row in json.loads((folder / f"{name}.json").read_text())["rows"]
+        if not row.get("kernel")
+    }
+    page = (ROOT / "docs/operator.md").read_text()
+    table = page.partition("| shape | tokens | flash attention, ms |")[2].partition("\n\n")[0].splitlines()[2:]
+    for line in table:
+        _, tokens, flash, ours, ratios = (cell.strip() for cell in line.strip("|").split("|"))
+        softmax = pairs[flash, "softmax"]
+        measured = pairs.get((ours, "auto")) or pairs[ours, "tiles"]
+        assert softmax["tokens"] == int(tokens.replace(",", ""))
+        assert measured.get("name", measured.get("shape")) == softmax["name"]
+        assert ratios == ", ".join(f"{softmax[key] / measured[key]:.1f}" for key in ("forward_ms", "both_ms"))
+    assert len(table) == 7
 
 
 def test_losses_are_compared_to_the_last_bit(

@@ -52,7 +52,7 @@ def small_tiles() -> Iterator[None]:
         ),
         "pair_tiles": lambda dtype, chip: config.AttendTiles(**tokens),
         "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(tokens=16, keys=16, values=16),
-        "mix_tiles": lambda dtype, blocks: config.MixTiles(rows=16, terms=16, columns=32),
+        "mix_tiles": lambda dtype, blocks, chip: config.MixTiles(rows=16, terms=16, columns=32),
         "scan_tiles": lambda terms: config.ScanTiles(terms=1 << (terms - 1).bit_length(), columns=32),
         "PIECE": 40,
         "SPLIT": 40,

@@ -198,22 +198,24 @@ class Shares(Mixing):
     rate: Tensor
 
     def matrix(self, blocks: int) -> Tensor:
-        return self.rate ** torch.arange(blocks).expand(blocks, blocks)
+        return self.rate ** torch.arange(blocks, device=self.rate.device).expand(blocks, blocks)
 
 
 class CrossShares(Shares):
     def cross_matrix(self, pairs: BlockPairs) -> Tensor:
-        index = torch.arange(pairs.key_blocks) if pairs.key_index is None else pairs.key_index
+        index = pairs.key_index
+        if index is None:
+            index = torch.arange(pairs.key_blocks, device=self.rate.device)
         return (self.rate**index).expand(pairs.query_blocks, -1)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_a_kind_of_mixing_from_outside(implementation: str) -> None:
-    q, k, v = tensors()
+    q, k, v = (x.to(DEVICE) for x in tensors())
     backend, form = implementation.split()
     options: dict[str, Any] = {"block_size": 5, "key_block_size": 4, "form": form, "backend": backend}
-    rate = torch.tensor(0.7)
-    matrix = (rate ** torch.arange(4)).expand(4, 4)
+    rate = torch.tensor(0.7, device=DEVICE)
+    matrix = (rate ** torch.arange(4, device=DEVICE)).expand(4, 4)
     want = mhla_attention(q, k, v, matrix, **options)
     torch.testing.assert_close(mhla_attention(q, k, v, CrossShares(rate), **options), want)
     bounds: dict[str, Any] = {"cu_seqlens": [0, 9, 20], "key_cu_seqlens": [0, 5, 13]}

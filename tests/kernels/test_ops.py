@@ -361,11 +361,12 @@ def test_auto_leaves_a_compiler_alone_that_is_known_to_be_wrong(
 @pytest.mark.parametrize("keys", [20, 13], ids=["self", "cross"])
 def test_a_call_frees_its_tensors_at_once(implementation: str, keys: int) -> None:
     backend, form = implementation.split()
-    q, k, v = torch.rand(1, 20, 2, 8), torch.rand(1, keys, 2, 8), torch.rand(1, keys, 2, 8)
+    q, k, v = (torch.rand(1, tokens, 2, 8, device=DEVICE) for tokens in (20, keys, keys))
+    mixing = torch.rand(3, -(-keys // 8), device=DEVICE)
     alive = [weakref.ref(x) for x in (q, k, v)]
     gc.disable()
     try:
-        mhla_attention(q, k, v, torch.rand(3, -(-keys // 8)), block_size=8, form=form, backend=backend)  # type: ignore[arg-type]
+        mhla_attention(q, k, v, mixing, block_size=8, form=form, backend=backend)  # type: ignore[arg-type]
         del q, k, v
         assert not any(x() is not None for x in alive)
     finally:

@@ -102,6 +102,7 @@ def attend_tiles(
     chip: int,
     short: bool = False,
     summaries: bool = False,
+    crowded: bool = False,
 ) -> AttendTiles:
     """Choose the tile sizes of the kernel that sums over pairs of tokens to compute outputs or the gradients of q, k and v.
 
@@ -118,6 +119,8 @@ def attend_tiles(
         chip: compute capability of the GPU times ten.
         short: whether to use fewer rows, for kernels that need more registers per row.
         summaries: whether the kernel reads block summaries.
+        crowded: whether a kernel with summaries also sums a normalizer over token pairs. With four warps, its registers would
+            spill.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
@@ -126,7 +129,9 @@ def attend_tiles(
         columns = 32 if full_width or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
         if parallel and ((full_width and outputs > 64) or short):
             rows = columns = 32
-        warps = 4 if outputs <= 64 else 8
+        # On an H200, the operator takes 1.1 to 1.4 times as long with eight warps (benchmarks.tiles)
+        group = chip == HOPPER and summaries and not parallel and not crowded
+        warps = 4 if group or outputs <= 64 else 8
         small = summaries or (full_width and chip == HOPPER)  # larger slices spill
         slice_ = min(x_width, 64 if small else 128)
         if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
@@ -195,7 +200,7 @@ class MixTiles(Tiles):
     columns: int
 
 
-def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
+def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
     """Choose the tile sizes of the kernels that mix block summaries by a matrix and compute the gradient of this matrix.
 
     Tiles have fewer rows for up to 32 blocks.
@@ -203,14 +208,14 @@ def mix_tiles(dtype: torch.dtype, blocks: int) -> MixTiles:
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
         blocks: number of blocks.
+        chip: compute capability of the GPU times ten.
     """
     has_few_blocks = blocks <= 32
     if dtype == torch.bfloat16:
-        return (
-            MixTiles(rows=16, terms=16, columns=256, stages=2)
-            if has_few_blocks
-            else MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
-        )
+        if has_few_blocks:
+            return MixTiles(rows=16, terms=16, columns=256, stages=2)
+        # on an H200, eight warps take twice as long (benchmarks.tiles); on other chips, four spill
+        return MixTiles(rows=64, terms=32, columns=128, warps=4 if chip == HOPPER else 8, stages=2)
     return MixTiles(rows=16, terms=16, columns=128) if has_few_blocks else MixTiles(rows=32, terms=32, columns=64)
 
 

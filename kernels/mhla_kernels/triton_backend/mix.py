@@ -193,7 +193,7 @@ class DenseMixer:
         _, column_blocks, width = summary.shape
         blocks = call.tables.blocks
         mixed = summary.new_empty(len(summary), blocks, width)
-        tiles = config.mix_tiles(call.q.dtype, max(blocks, column_blocks))
+        tiles = config.mix_tiles(call.q.dtype, max(blocks, column_blocks), call.chip)
         matrix, *matrix_strides = self.pairs(call)
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
             matrix, summary, mixed, call.tables.table, call.columns.tables.table, *matrix_strides, blocks, column_blocks,
@@ -233,7 +233,7 @@ class DenseMixer:
         """
         size, column_size = call.coefficients[0].shape[1:]
         _, column_blocks, width = summary.shape
-        tiles = config.mix_tiles(call.q.dtype, max(size, column_size))
+        tiles = config.mix_tiles(call.q.dtype, max(size, column_size), call.chip)
         side, column_side = triton.cdiv(size, tiles.rows), triton.cdiv(column_size, tiles.rows)
         parts = config.mixing_gradient_parts(call.rows * side * column_side, width)
         gradient = call.q.new_empty(parts, call.rows, size, column_size, dtype=torch.float32)

@@ -131,7 +131,8 @@ def register_attention(
             *(
                 None if length is None else [None] * length for length in ctx.lengths[4:]
             ),  # torch wants a list for a list
-            *(None,) * len(ctx.options),  # numbers and options have no gradient
+            # numbers and options have no gradient; torch may leave out trailing ones that equal their defaults
+            *(None,) * (len(ctx.needs_input_grad) - tensors),
         )
 
     operator = torch.library.custom_op(f"mhla::{name}", forward, mutates_args=(), schema=f"({schema}) -> Tensor")
