@@ -25,7 +25,8 @@ class InBlocks(NamedTuple):
         v: values, ``[B, H, M, C, V]``.
         f: features of the queries, ``[B, H, M, C, K]``.
         g: features of the keys, ``[B, H, M, C, K]``.
-        far: logarithm of a factor on the weights of far tokens, ``[B, H, M, C, 1]``.
+        far: logarithm of the factor by which each query scales the attention weights of tokens outside its window,
+            ``[B, H, M, C, 1]``.
         visible: ``[B, M, C]`` bool, True for slots with a token that may be attended to.
     """
 

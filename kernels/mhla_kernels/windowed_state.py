@@ -346,7 +346,8 @@ def _with_totals(mixed: Tensor, width: int) -> Tensor:
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
     """Compute for each block with new tokens the mixed summary of all blocks before its window of softmax attention.
 
-    The window includes the previous block. The result is therefore the mixed summary that the previous block reads.
+    The window of a block consists of the block and the previous block, so for block i the blocks before i - 1 are mixed. This
+    is the mixed summary that block i - 1 would read if there were no window.
 
     Args:
         start: state before the new tokens, in which the open block of every row has room for the first of them.

@@ -82,11 +82,11 @@ class LocalPositionalEncoding(LayoutTables):
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Set the vectors of hidden tokens to zero.
+    """Return the vectors of tokens with those of hidden tokens replaced by zeros. The argument is not modified.
 
     Args:
         out: vectors of the tokens, ``[B, N, ...]``.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None to return ``out`` unchanged.
+        key_mask: ``[B, N]`` bool, False for hidden tokens; None to return ``out`` itself.
     """
     if key_mask is None:
         return out

@@ -383,14 +383,16 @@ class ExponentialCoefficients(MixingCoefficients):
         """
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
-            return ExponentialMixing(amplitude, self._decays(), self.grid)
+            return ExponentialMixing(amplitude, self._inside(self.decay), self.grid)
         assert block_grid is not None
-        return ExponentialMixing(amplitude, self._rescaled(block_grid), block_grid)
+        return ExponentialMixing(amplitude, self._rescaled(self.decay, block_grid), block_grid)
 
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
         with torch.no_grad():
-            self.decay.copy_(self._rescaled(block_grid).clamp(self.min_decay, LARGEST_DECAY))
+            self.decay.copy_(self._rescaled(self.decay, block_grid).clamp(self.min_decay, LARGEST_DECAY))
+            start = self._rescaled(self._start["decay"], block_grid)
+            self._start["decay"] = start.clamp(self.min_decay, LARGEST_DECAY)
         self.grid = None if self.grid is None else tuple(block_grid)
         self.blocks = math.prod(block_grid)
 
@@ -419,15 +421,15 @@ class ExponentialCoefficients(MixingCoefficients):
         fitted = for_heads(values, parameter)
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
-    def _decays(self) -> Tensor:
-        """Return the decays per block, in the shape of the parameter, reflected into the allowed range."""
-        return bounded(self.decay, self.min_decay, LARGEST_DECAY)
+    def _inside(self, decay: Tensor) -> Tensor:
+        """Reflect decays per block into the allowed range."""
+        return bounded(decay, self.min_decay, LARGEST_DECAY)
 
-    def _rescaled(self, block_grid: tuple[int, ...]) -> Tensor:
-        """Rescale the decays per block to a different block grid, keeping the decay over the full length of each axis."""
+    def _rescaled(self, decay: Tensor, block_grid: tuple[int, ...]) -> Tensor:
+        """Rescale decays per block to a different block grid, keeping the decay over the full length of each axis."""
         grid = (self.blocks,) if self.grid is None else self.grid
-        scale = self.decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
-        return self._decays() * (scale[0] if self.grid is None else scale)
+        scale = decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
+        return self._inside(decay) * (scale[0] if self.grid is None else scale)
 
     @override
     def matrix(self) -> Tensor:
@@ -437,7 +439,7 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def bring_inside_(self) -> None:
         self.amplitude.copy_(bounded(self.amplitude))
-        self.decay.copy_(self._decays())
+        self.decay.copy_(self._inside(self.decay))
 
     @override
     def extend(self, blocks: int) -> None:

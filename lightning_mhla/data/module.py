@@ -177,6 +177,18 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         if isinstance(self.shards, ShardSets):
             self.shards.prepare(self.trainer)
 
+    @override
+    def setup(self, stage: str) -> None:
+        """Forget the position of an earlier run, so that a second ``fit`` begins with the first sample.
+
+        Lightning restores the position from a checkpoint after this method.
+
+        Args:
+            stage: stage of the trainer.
+        """
+        if stage == "fit":
+            self._trained_with = None
+
     def source(self, stage: str) -> SampleSource:
         """Create the data set for a stage.
 

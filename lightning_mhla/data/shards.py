@@ -11,12 +11,12 @@ from __future__ import annotations
 import os
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from braceexpand import alphabet, braceexpand
@@ -31,6 +31,8 @@ from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.listing import is_visible
 from lightning_mhla.system.untrusted import parse_array, reason
 
+T = TypeVar("T")
+
 LARGEST_SHARD = 1 << 44
 """Maximum size of a downloaded shard, in bytes."""
 
@@ -39,6 +41,9 @@ MOST_SHARDS, LONGEST_PATTERN, LONGEST_NAMES = 1 << 20, 1 << 12, 1 << 28
 
 OPEN_FILES = 64
 """Number of shards that a process keeps open."""
+
+TRIED = 100
+"""Number of samples that are read to find one that is not damaged."""
 
 
 def find_shards(
@@ -333,6 +338,26 @@ class ShardReader:
                 f"{self.describe(index)}: .{extension} holds {values.dtype}, not finite numbers only"
             )
         return values
+
+    def first_readable(self, read: Callable[[int], T]) -> tuple[int, T] | None:
+        """Find the first sample that is not damaged.
+
+        Args:
+            read: function that reads a sample, given its index. It raises :class:`BrokenSampleError` for a damaged one.
+
+        Returns:
+            Index of the sample and the result of ``read``; None if there are no samples.
+
+        Raises:
+            BrokenSampleError: if all of the first :data:`TRIED` samples are damaged.
+        """
+        for index in range(len(self)):
+            try:
+                return index, read(index)
+            except BrokenSampleError:
+                if index + 1 == min(len(self), TRIED):
+                    raise
+        return None
 
     def label(self, index: int, num_classes: int, labels: Sequence[int] | None = None) -> int:
         """Read the class label of a sample from its ``.cls`` file.

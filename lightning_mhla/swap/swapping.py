@@ -18,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields, replace
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, overload
 
@@ -169,8 +170,9 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
         ValueError: if no layer has such blocks, if ``block_grid`` does not have one positive entry for each axis of the model's
             token grid, or if the kind is ``mhla`` and the model has class or register tokens, because its coefficients then
             have a fixed size.
+        TypeError: if an entry of ``block_grid`` is not an integer.
     """
-    new, host = tuple(block_grid), host_of(model)
+    new, host = tuple(map(index, block_grid)), host_of(model)
     mixed = [attention for attention in host.swapped(model).values() if isinstance(attention, MHLA)]
     if not mixed or any(len(attention.config.block_grid or ()) != len(new) for attention in mixed) or min(new) < 1:
         raise ValueError(

@@ -299,6 +299,10 @@ def test_exponential_coefficients_keep_their_reach_over_other_blocks() -> None:
     torch.testing.assert_close(mixing((8, 2)).decay.detach(), want)
     mixing.resize((8, 2))
     torch.testing.assert_close(mixing.decay.detach(), want)
+    with torch.no_grad():
+        mixing.decay.fill_(0.3)
+    mixing.reset_parameters()
+    torch.testing.assert_close(mixing.decay.detach(), want)
 
 
 def test_locality_on_an_oblong_grid() -> None:

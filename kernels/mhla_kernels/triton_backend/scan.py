@@ -135,7 +135,11 @@ def scan_gradient_kernel(
 
 
 class ExponentialMixer:
-    """Launcher of the Triton kernels for causal exponential mixing, with amplitudes and decays ``[1, R]`` or ``[H, R]``."""
+    """Launcher of the Triton kernels that mix block summaries causally, with coefficients that decay exponentially.
+
+    A coefficient is a sum of R exponentials of the distance between two blocks. The amplitudes and decays of the exponentials
+    are ``[H, R]``, or ``[1, R]`` if all H heads share them.
+    """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
         """Mix block summaries by running sums over the earlier blocks and, in block-causal attention, the block itself.

@@ -30,9 +30,6 @@ If a set has latents of several sizes, their names begin with the numbers of row
 captions of a sample are named ``1.text.npy`` and so on.
 """
 
-TRIED = 100
-"""Maximum number of samples that are read to find one that determines the shape of the latents."""
-
 AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
@@ -118,13 +115,12 @@ class EncodedSamples:
         self._captions = reader.count_members(rf"\d+\.{re.escape(EMBEDDING)}").tolist()
         self.groups = groups if names else None
         self._ends: list[tuple[int, ...] | None] = [None if name == LATENT else _side(name) for name in self.names]
-        for index in range(len(reader)):
-            try:
-                self.size = self._latent(index).shape
-                break
-            except BrokenSampleError as error:
-                if index + 1 == min(len(reader), TRIED):
-                    raise ValueError(f"{error}; these are not shards of {command}") from error
+        try:
+            readable = reader.first_readable(lambda index: self._latent(index).shape)
+        except BrokenSampleError as error:
+            raise ValueError(f"{error}; these are not shards of {command}") from error
+        if readable is not None:
+            self.size = readable[1]
 
     def __len__(self) -> int:
         return len(self.reader)

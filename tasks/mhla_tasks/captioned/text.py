@@ -269,7 +269,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
     """
     file = Path(path)
     if file.is_dir():
-        files = sorted(text_file for text_file in file.glob("*.txt") if is_visible(text_file.name))
+        files = sorted(entry for entry in file.iterdir() if entry.suffix.lower() == ".txt" and is_visible(entry.name))
         pairs = [(text_file.stem, read_text(text_file).strip()) for text_file in files]
     elif not file.is_file():
         raise FileNotFoundError(f"prompts {file} is not a file; give a text file with a prompt on each line")

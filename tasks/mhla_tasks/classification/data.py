@@ -150,7 +150,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
         if channels not in (1, 3):
-            raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
+            raise ValueError(f"channels={channels} must be 3, or 1 for grayscale images")
         for name, values in (("mean", mean), ("std", std)):
             if len(values) not in (1, 3):
                 raise ValueError(f"{name}={list(values)} must have one value for each of 3 colors, or a single one")
@@ -177,6 +177,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         Raises:
             ValueError: if the two numbers differ.
         """
+        super().setup(stage)
         self.check_classes(stage)
 
     @property

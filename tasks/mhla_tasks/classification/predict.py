@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import logging
 import re
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder
 from lightning_mhla.system.listing import shown, without_controls
 
@@ -47,19 +49,19 @@ class PredictionTable(Callback):
         probabilities = dict(rows)
         images: dict[int, Any] = dict(enumerate(getattr(source, "paths", ()))) or {i: i for i in sorted(probabilities)}
         names: list[str] = pl_module.class_names  # type: ignore[assignment]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", newline="", encoding="utf-8") as stream:
-            writer = csv.writer(stream)
-            names = [_cell(name) for name in names]
-            writer.writerow(["path", "predicted", *names])
-            for index, file in images.items():
-                image = _cell(shown(file)) if isinstance(file, Path) else file
-                probability = probabilities.get(index)
-                if probability is None:
-                    writer.writerow([image, "", *("" for _ in names)])
-                    continue
-                best = names[max(range(len(probability)), key=probability.__getitem__)]
-                writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
+        stream = io.StringIO()
+        writer = csv.writer(stream)
+        names = [_cell(name) for name in names]
+        writer.writerow(["path", "predicted", *names])
+        for index, file in images.items():
+            image = _cell(shown(file)) if isinstance(file, Path) else file
+            probability = probabilities.get(index)
+            if probability is None:
+                writer.writerow([image, "", *("" for _ in names)])
+                continue
+            best = names[max(range(len(probability)), key=probability.__getitem__)]
+            writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
+        write_whole(path, stream.getvalue())
         log.info("%d predictions written to %s", len(rows), path)
         if len(rows) < len(images):
             limited = trainer.limit_predict_batches != 1.0

@@ -215,6 +215,7 @@ class ClassShards(LabelledShards, ClassImages):
         Raises:
             ValueError: if the two numbers differ.
         """
+        super().setup(stage)
         self.check_classes(stage)
 
 
@@ -259,7 +260,7 @@ class ImageShards(ClassShards):
             train, val, flip, batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards
         )
         if channels not in (1, 3):
-            raise ValueError(f"channels={channels} must be 3, or 1 for grey images")
+            raise ValueError(f"channels={channels} must be 3, or 1 for grayscale images")
         self.image_size, self.channels = image_size, channels
 
     @override

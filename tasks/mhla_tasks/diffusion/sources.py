@@ -87,11 +87,12 @@ class LatentSamples:
         self.scale = latent_scale(reader)
         if not 0 <= flip <= 1:
             raise ValueError(f"flip={flip} must lie between 0 and 1")
-        if len(reader):
-            side = self._moments(0, LATENT).shape[-1]
+        readable = reader.first_readable(lambda index: self._moments(index, LATENT).shape[-1])
+        if readable is not None:
+            index, side = readable
             if side != sample_size:
                 raise ValueError(
-                    f"{reader.describe(0)}: the latents are {side} x {side}, the model expects {sample_size} x "
+                    f"{reader.describe(index)}: the latents are {side} x {side}, the model expects {sample_size} x "
                     f"{sample_size}; set --data.sample_size={side} and --model.sample_size={side}, or encode images of a "
                     "different size"
                 )

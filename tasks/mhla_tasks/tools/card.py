@@ -104,6 +104,7 @@ def write_card(
     article = "An" if name[0] in "AEIOU" else "A"
     quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # a JSON string is also a Python string
     code = loading.replace("FOLDER", quoted[1:-1])
+    epochs = content.get("epoch", 0) + 1
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {escaped(folder)}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
@@ -112,7 +113,7 @@ def write_card(
         f"## Training data\n\n{_data(data)}",
         f"## Metrics\n\n{_metrics(content, origin)}",
         f"## Commands\n\n{_commands(origin)}",
-        f"## Training\n\n{content.get('global_step', 0):,} optimizer steps, {content.get('epoch', 0) + 1} epochs"
+        f"## Training\n\n{content.get('global_step', 0):,} optimizer steps, {epochs} epoch{'s' * (epochs != 1)}"
         f"{_spent(content)}. Options of the model and its optimizer:\n\n{fenced(_yaml(memory), 'yaml')}",
         "## Versions\n\n"
         f"lightning-mhla {__version__}, Lightning {escaped(content.get('pytorch-lightning_version', 'unknown'))}"

@@ -266,6 +266,7 @@ class VideoFolders(ResumableDataModule):
         Raises:
             BrokenSampleError: if a video is damaged or has fewer frames than a clip.
         """
+        super().setup(stage)
         if stage in ("validate", "test") or (stage == "fit" and getattr(self.trainer, "limit_val_batches", 1) != 0):
             self._clips("validate").check()
 

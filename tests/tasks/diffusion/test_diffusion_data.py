@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from tiny import save_vae
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.pack import Packing
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.training.optim import OptimizerConfig
@@ -169,6 +170,27 @@ def test_latents_that_are_wrong(place: Path, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     with pytest.raises(SystemExit, match="must hold one folder of images for each class"):
         encode(tmp_path)
+
+
+@pytest.mark.parametrize("damaged", [[0], [0, 1, 3], range(10)], ids=["the first", "several", "all"])
+def test_the_size_of_latents_is_that_of_the_first_that_is_not_damaged(
+    place: Path, damaged: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = ShardReader.array
+
+    def array(self: ShardReader, index: int, extension: str) -> np.ndarray:
+        if index in damaged:
+            raise BrokenSampleError(f"sample {index} is cut")
+        return read(self, index, extension)
+
+    monkeypatch.setattr(ShardReader, "array", array)
+    if len(damaged) == 10:
+        with pytest.raises(BrokenSampleError, match="sample 9 is cut"):
+            data(place).source("train")
+        return
+    assert data(place).source("train")[2]["latent"].shape == (4, 8, 8)
+    with pytest.raises(ValueError, match="latents are 8 x 8, the model expects 16 x 16"):
+        data(place, sample_size=16).source("train")
 
 
 def test_batches_that_do_not_fit_the_model(place: Path) -> None:

@@ -219,18 +219,22 @@ def test_streamed_runs_go_on_with_the_very_next_token(
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
-    def fit(steps: int, checkpoint: Path | None = None) -> tuple[list[list[int]], dict[str, torch.Tensor], Trainer]:
-        data = HubText(
+    def make() -> HubText:
+        return HubText(
             str(tmp_path / "tokenizer"), path="json", data_files=sources[1], batch_size=2, context=24, steps_per_epoch=4,
             shuffle_buffer=6, val_documents=3, num_workers=workers, seed=1,
         )  # fmt: skip
+
+    def fit(
+        steps: int, checkpoint: Path | None = None, data: HubText | None = None
+    ) -> tuple[list[list[int]], dict[str, torch.Tensor], Trainer]:
         seen = Tokens()
         trainer = Trainer(
             max_steps=steps, accelerator="cpu", callbacks=[seen], default_root_dir=tmp_path, logger=False,
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
         )  # fmt: skip
         model = small_model(context=24, optimizer=OptimizerConfig(schedule="constant"))
-        trainer.fit(model, data, ckpt_path=checkpoint, weights_only=True)
+        trainer.fit(model, data or make(), ckpt_path=checkpoint, weights_only=True)
         return seen.seen, model.state_dict(), trainer
 
     wanted, weights, _ = fit(10)
@@ -241,6 +245,9 @@ def test_streamed_runs_go_on_with_the_very_next_token(
         assert before + after == wanted
         for name, tensor in weights.items():
             assert torch.equal(tensor, resumed[name]), name
+    used = make()
+    assert fit(10, tmp_path / "4.ckpt", used)[0] == wanted[4:]
+    assert fit(3, data=used)[0] == wanted[:3], "a second run of the same object begins at the first token"
 
 
 def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:

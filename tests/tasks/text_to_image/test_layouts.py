@@ -45,7 +45,7 @@ def test_geneval(tmp_path: Path) -> None:
 def test_dpg_and_mjhq(tmp_path: Path) -> None:
     (tmp_path / "prompts").mkdir()
     for name, prompt in PROMPTS.items():
-        (tmp_path / f"prompts/{name}.txt").write_text(prompt)
+        (tmp_path / f"prompts/{name}.{'TXT' if name == 'two' else 'txt'}").write_text(prompt)
     draw(RequestedSamples(PromptRequest(str(tmp_path / "prompts"), 4), [], "png"), tmp_path / "images")
     arguments = [str(tmp_path / "images"), str(tmp_path / "dpg"), "--prompts", str(tmp_path / "prompts")]
     registry.run("arrange", [*arguments, "--layout", "dpg"])

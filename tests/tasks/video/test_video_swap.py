@@ -243,6 +243,8 @@ def test_coefficients_go_to_other_blocks_and_are_saved_so(tmp_path: Path) -> Non
         assert torch.equal(load_swapped(tmp_path)(*given).sample, model(*given).sample)
     with pytest.raises(ValueError, match="blocks cannot be resized to"):
         resize_blocks(model, [3, 4])
+    with pytest.raises(TypeError, match="'float' object cannot be interpreted as an integer"):
+        resize_blocks(model, [3.0, 4, 2])  # type: ignore[list-item]
 
 
 def test_exponential_mixing_on_any_grid(tmp_path: Path) -> None:

@@ -74,12 +74,15 @@ def token_ranges(table: Tensor, bounds: Tensor | None, other: TokenLayout) -> Te
 
 
 def block_ranges(table: Tensor, bounds: Tensor | None, other: BlockTables) -> Tensor:
-    """Return the range of blocks of the other side that each block of a table mixes, ``[2, M]`` int32.
+    """Return for each block of one side (queries or keys) the range of blocks of the other side with which it is mixed.
 
     Args:
-        table: table of blocks, ``[7, M]`` int32.
+        table: table of the M blocks of one side, ``[7, M]`` int32, as in :class:`BlockTables`.
         bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
         other: tables of the other side.
+
+    Returns:
+        Index of the first block of each range, and the index after its last block, ``[2, M]`` int32.
     """
     if bounds is None:
         return _constant_ranges(table, other.blocks)
