@@ -307,13 +307,13 @@ def caption_latents(parser: ArgumentParser) -> Run:
         required=True,
         help="folder or hub name of a diffusers SANA pipeline: autoencoder, text encoder, tokenizer",
     )
-    parser.add_argument("--height", type=int, default=512, help="height of an image in pixels (default: 512)")
-    parser.add_argument("--width", type=int, default=512, help="width of an image in pixels (default: 512)")
+    parser.add_argument("--height", type=int, help="height of an image in pixels (default: 512)")
+    parser.add_argument("--width", type=int, help="width of an image in pixels (default: 512)")
     parser.add_argument(
         "--buckets",
         nargs="+",
         metavar="HEIGHTxWIDTH",
-        help="several sizes instead of one, such as 512x512 384x640; each image uses the one with the closest aspect ratio",
+        help="several sizes in place of --height and --width, such as 512x512 384x640; each image uses the one with the closest aspect ratio",
     )
     _caption_key(parser)
     parser.add_argument(
@@ -338,6 +338,9 @@ def caption_latents(parser: ArgumentParser) -> Run:
         from mhla_tasks.text_to_image.sources import CaptionedImages
 
         (rank, world, _), device = process_ranks(), process_device(args.device)
+        if args.buckets and (args.height, args.width) != (None, None):
+            raise ValueError("--buckets gives all sizes; leave out --height and --width")
+        args.height, args.width = (512 if side is None else side for side in (args.height, args.width))
         sizes = parse_buckets(args.buckets) if args.buckets else [(args.height, args.width)]
         codec = ImageCodec(args.model)
         for size in sizes:
