@@ -126,10 +126,22 @@ def test_a_checkpoint_needs_no_folder(tmp_path: Path) -> None:
     assert list(swapped_layers(again.network)) == [1]
 
 
+@pytest.mark.parametrize(
+    ("folder", "title"),
+    [("clinic/model", "clinic/model"), ("clinic/Models", "clinic/Models"), ("clinic/vit", "vit"), ("onnx", None)],
+)
+def test_a_report_names_the_model(folder: str, title: str | None, tmp_path: Path) -> None:
+    """A folder that is called model is named together with its parent."""
+    (tmp_path / folder).mkdir(parents=True)
+    save_encoder(tmp_path / folder, VIT, num_classes=0)
+    title = title or f"{tmp_path.name}/{folder}"
+    assert open_source(str(tmp_path / folder), tmp_path / "converted").name == title
+
+
 def test_size_and_normalization_are_timms(tmp_path: Path) -> None:
     save_encoder(tmp_path / "vit", VIT, in_chans=1, num_classes=0)
     source = open_source(str(tmp_path / "vit"), tmp_path / "converted")
-    assert (source.domain, source.depth, source.path) == ("image", 2, str(tmp_path / "vit"))
+    assert (source.domain, source.depth, source.path, source.name) == ("image", 2, str(tmp_path / "vit"), "vit")
     assert source.images is not None
     assert (source.images.patch, source.images.pooling) == (14, "head")
     preprocessing = source.images.preprocessing

@@ -21,6 +21,10 @@ CONVERTED = (".gguf", ".onnx")
 """Suffixes of files that are converted to folders that transformers loads."""
 
 
+UNSPECIFIC = {"model", "models", "checkpoint", "original", "weights", "onnx", "gguf", "snapshot"}
+"""Names of folders that do not identify a model."""
+
+
 @dataclass(frozen=True)
 class TimmImages:
     """Image format that a timm encoder expects.
@@ -85,7 +89,7 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
         ValueError: if the model is not a causal language model or an encoder of transformers, or a vision transformer of timm,
             or if its attention was already replaced.
     """
-    title, file = Path(name).resolve().name if Path(name).exists() else name, _model_file(Path(name))
+    title, file = _title(name), _model_file(Path(name))
     if file is not None:
         if not (reuse and (folder / "config.json").is_file()):
             (convert_gguf if file.suffix == ".gguf" else convert_onnx)(file, folder)
@@ -99,6 +103,14 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
     if not isinstance(depth, int):
         raise ValueError(f"{name}: a {type(config).__name__} has no list of layers (num_hidden_layers)")
     return PretrainedSource(name, _domain(config, name), depth, title)
+
+
+def _title(name: str) -> str:
+    """Return the name of a model in its report: that of its file or folder, with the parent folder if it says nothing."""
+    if not Path(name).exists():
+        return name
+    path = Path(name).resolve()
+    return f"{path.parent.name}/{path.name}" if path.name.lower() in UNSPECIFIC else path.name
 
 
 def _open_timm(name: str, title: str) -> PretrainedSource:
