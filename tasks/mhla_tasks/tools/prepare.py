@@ -313,7 +313,7 @@ def caption_latents(parser: ArgumentParser) -> Run:
         "--buckets",
         nargs="+",
         metavar="HEIGHTxWIDTH",
-        help="sizes in place of --height and --width, such as 512x512 384x640; each image uses that of the closest aspect ratio",
+        help="sizes in place of --height and --width, such as 512x512 384x640; an image uses that of the closest aspect ratio",
     )
     _caption_key(parser)
     parser.add_argument(
