@@ -106,6 +106,11 @@ def divide_up(number: int, size: int) -> int:
     return (number + size - 1) // size
 
 
+def blocks_of_sequences(bounds: Tensor, block_size: int) -> Tensor:
+    """Return the number of blocks of each of S packed sequences, ``[S]``, from the bounds of the sequences, ``[S + 1]``."""
+    return (bounds.diff() + block_size - 1) // block_size
+
+
 def at_most(number: int, most: int) -> int:
     """Return the smaller of ``number`` and ``most``.
 
@@ -323,12 +328,11 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
     tokens, block_size = layout.tokens, layout.block_size
     slots = at_most(tokens, block_size)
     bounds = on_device(cu_seqlens, device)
-    counts = (bounds.diff() + block_size - 1) // block_size
+    counts = blocks_of_sequences(bounds, block_size)
     ends = counts.cumsum(0)
     sequences = None  # stays None where reading the bounds would wait for the device or break a graph
     if cu_seqlens.device.type == "cpu" and not is_traced() and not isinstance(cu_seqlens, FakeTensor):
-        lengths = cu_seqlens.to(torch.int64).diff() + block_size - 1
-        block_bounds = [0, *(lengths // block_size).cumsum(0).tolist()]
+        block_bounds = [0, *blocks_of_sequences(cu_seqlens.to(torch.int64), block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(block_bounds) if last > first)
     blocks = sequences[-1][1] if sequences else tokens // block_size + counts.numel()
     index = torch.arange(blocks, device=device)

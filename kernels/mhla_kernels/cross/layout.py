@@ -11,7 +11,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import BlockPartition, TokenBlocks, TokenLayout, divide_up, on_device
+from mhla_kernels.blocks import (
+    BlockPartition,
+    TokenBlocks,
+    TokenLayout,
+    blocks_of_sequences,
+    divide_up,
+    on_device,
+)
 from mhla_kernels.mixing import BlockPairs, Mixing
 from mhla_kernels.torch_private import FakeTensor, is_traced
 
@@ -124,7 +131,7 @@ class CrossPartition(NamedTuple):
         assert layout.cu_seqlens is not None
         assert blocks.owner is not None
         bounds = on_device(layout.cu_seqlens, blocks.owner.device)
-        counts = (bounds.diff() + layout.block_size - 1) // layout.block_size
+        counts = blocks_of_sequences(bounds, layout.block_size)
         return counts[blocks.owner.clamp(max=len(counts) - 1)]
 
     def token_blocks(self, device: torch.device) -> tuple[TokenBlocks, TokenBlocks]:

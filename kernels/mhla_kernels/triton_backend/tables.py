@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import TokenLayout, keep, on_device
+from mhla_kernels.blocks import TokenLayout, blocks_of_sequences, keep, on_device
 
 START, END, ROW, FIRST, LAST, LOW, HIGH = range(7)
 """Rows of a table, with a column for each block.
@@ -136,7 +136,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
     blocks. The last columns of the table may be unused.
     """
     block_size = layout.block_size
-    counts = (bounds.diff() + block_size - 1) // block_size
+    counts = blocks_of_sequences(bounds, block_size)
     ends = counts.cumsum(0)
     firsts = ends - counts
     blocks = layout.tokens // block_size + counts.numel()
