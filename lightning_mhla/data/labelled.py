@@ -116,8 +116,10 @@ class LabelledShards:
             options: arguments of the data module by name. The entry ``train`` is the location of the training data.
 
         Returns:
-            Class names in the order of their labels. None if the training data is remote, is missing or does not name its
-            classes.
+            Class names in the order of their labels. None if the training data is remote or does not name its classes.
+
+        Raises:
+            FileNotFoundError: if the training data does not exist.
         """
         train = options.get("train")
         locations = train if isinstance(train, str) else [str(location) for location in train or ()]
@@ -125,10 +127,7 @@ class LabelledShards:
             url_scheme(location) for location in ([locations] if isinstance(locations, str) else locations)
         ):
             return None
-        try:
-            return class_names(ShardSets(locations, locations))
-        except FileNotFoundError:
-            return None  # the data module raises the error when it opens the data
+        return class_names(ShardSets(locations, locations))
 
 
 def contradiction(where: object, names: Sequence[str], option: str) -> str:

@@ -153,6 +153,10 @@ def test_missing_data_folder(
     options = ("--trainer.accelerator=cpu", "--trainer.precision=32-true")
     error = failing(monkeypatch, capsys, "fit", "--config", config, *options, "--data.init_args.train=absent")
     assert "absent does not exist; give a folder of shards" in error
+    config = str(ROOT / "configs/classification/folder.yaml")  # counts the classes of the training data
+    error = failing(monkeypatch, capsys, "fit", "--config", config, "--data.train=absent", "--data.val=absent")
+    assert "absent does not exist; give a folder" in error
+    assert "num_classes" not in error
 
 
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -142,6 +142,14 @@ def test_metrics_can_be_chosen_and_an_unknown_one_is_told() -> None:
         ValueError, match=r"no run recorded the metric val/nope; the metrics are val/loss, val/accuracy, val/other"
     ):
         compared(run("a", metrics=metrics), metrics=["val/nope"])
+    assert list(rows[0]) == ["run", "val/other", "val/accuracy", "notes"], "no other numbers"
+    best = {"metric": "val/loss", "mode": "min", "value": 1.5, "step": 600}
+    one = run("a", metrics={**metrics, "val/loss": [[600, 1.5], [1200, 2.0]]}, best=best)
+    (row,) = compared(one, metrics=["parameters", "best val/loss", "steps", "val/accuracy", "time"])
+    assert list(row) == ["run", "parameters", "best val/loss", "steps", "val/accuracy", "time", "notes"]
+    assert (row["best val/loss"], row["steps"]) == ("1.5", "1,200")
+    with pytest.raises(ValueError, match="no run recorded the metric best val/accuracy; the metrics are"):
+        compared(one, metrics=["best val/accuracy"])
 
 
 def test_a_best_value_stands_under_its_metric() -> None:
@@ -210,7 +218,7 @@ def test_markdown_csv_and_latex() -> None:
     ]  # fmt: skip
     first, second = csv.DictReader(io.StringIO(formats.as_csv(table, groups)))
     assert (first["model.kind"], first["seeds"], first["folders"]) == (
-        "m|h_la", "0 1", "runs/kind=m|h_la,seed=0 runs/kind=m|h_la,seed=1",
+        "m|h_la", "0 1", '["runs/kind=m|h_la,seed=0", "runs/kind=m|h_la,seed=1"]',
     )  # fmt: skip
     assert float(first["val/accuracy"]) == pytest.approx(0.85, abs=1e-15)
     assert float(first["val/accuracy std"]) == pytest.approx(statistics.stdev((0.9, 0.8)), abs=1e-15)

@@ -365,6 +365,41 @@ def test_what_differs_is_shown_and_what_does_not_is_not(tmp_path: Path, capsys: 
     ]
 
 
+@pytest.mark.parametrize("told", ["given", "begun by a sweep", "configured"])
+def test_runs_without_a_record_are_named_and_left_out(
+    told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "runs/good", {"seed_everything": 1})
+    bad = tmp_path / "runs/bad one"
+    bad.mkdir()
+    if told == "begun by a sweep":
+        (bad / "sweep.json").write_text("{}")
+    if told == "configured":
+        (bad / "config.yaml").write_text("model: {}\ndata: {}\n")
+        (bad / "checkpoints").mkdir()
+        (bad / "checkpoints/last.ckpt").write_bytes(b"")
+    folders = [str(tmp_path / "runs/good"), str(bad)] if told == "given" else [str(tmp_path / "runs")]
+    registry.run("compare", folders)
+    printed = capsys.readouterr()
+    assert "good" in printed.out
+    assert "left out, because they have no run.json" in printed.err
+    assert "bad one" in printed.err
+
+
+def test_an_option_that_is_wrong_in_all_runs_stops_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho 'error: --sed=0: sed is not an option'\nexit 2\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    assert sweep.run(["fit", "--sweep=sed=0,1,2", "--run_dir=r"]) == 2
+    printed = capsys.readouterr().err
+    assert "(error: --sed=0: sed is not an option); the sweep is stopped" in printed
+    assert "left" not in printed
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -84,6 +84,7 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
+        FileNotFoundError: if the number of classes is not known, and the training data does not exist.
         ValueError: if a source sets ``num_classes`` of the model to a different number.
     """
     data = parts["data"]
@@ -91,7 +92,12 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
         return
     module, _, name = str(options.data.class_path).rpartition(".")
     kind = getattr(import_module(module), name)
-    names = kind.count_classes(data) if issubclass(kind, LabelledShards) else None
+    try:
+        names = kind.count_classes(data) if issubclass(kind, LabelledShards) else None
+    except FileNotFoundError:
+        if parts["model"]["num_classes"] is None:
+            raise
+        return  # validation does not need the training data; if it is needed, the data module raises the error
     if names is None:
         return
     setting_sources = [

@@ -133,6 +133,7 @@ def _message(origin: str, path: str, valid: Collection[str], owner: str, inner: 
     """
     leaf = path.rsplit(".", 1)[-1]
     close = get_close_matches(leaf, sorted(valid), 1, 0.5)
+    close = close or [name for name in sorted(valid) if name.startswith(f"{leaf}_")]  # seed for seed_everything
     close = close or [inner[name] for name in get_close_matches(leaf, sorted(inner or {}), 1, 0.75) if inner]
     hint = f"did you mean {path[: -len(leaf)]}{close[0]}?" if close else f"valid are {', '.join(sorted(valid))}"
     return f"{origin}: {path} is not an option{f' of {owner}' if owner else ''}; {hint}"

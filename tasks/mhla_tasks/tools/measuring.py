@@ -120,7 +120,12 @@ def compare(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="write the curves to a picture, such as x.png or x.pdf"
     )
-    parser.add_argument("--metrics", nargs="+", metavar="NAME", help="metrics to show, in this order (default: all)")
+    parser.add_argument(
+        "--metrics",
+        nargs="+",
+        metavar="NAME",
+        help="metrics to show, in this order; also steps, time, parameters (default: all)",
+    )
 
     def run(args: Namespace) -> None:
         from mhla_tasks.tools.compare import compare as compare_runs

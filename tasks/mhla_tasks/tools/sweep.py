@@ -48,11 +48,8 @@ from mhla_tasks.commandline.console import harmless
 from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import write_comparison
-from mhla_tasks.tools.comparison.runs import ORDER, short_names, write_order
+from mhla_tasks.tools.comparison.runs import ORDER, STARTED, short_names, write_order
 from mhla_tasks.tools.processes import describe_status, ended_by_signal, exit_status, run_command
-
-KEPT = "sweep.json"
-"""Name of the file in a run's folder that stores its arguments and hashes of its configurations."""
 
 JOB = "slurm-job.txt"
 """Name of the file in a run's folder that stores the number of its SLURM job."""
@@ -267,14 +264,18 @@ def run(arguments: Sequence[str]) -> int:
             printed = (folder / OUTPUT).stat().st_size if (folder / OUTPUT).exists() else 0  # output of earlier starts
             with progress.running(folder):
                 status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
-            progress.end(folder, _outcome(folder, status, progress.seconds[-1], printed))
+            outcome = _outcome(folder, status, progress.seconds[-1], printed)
+            if status == 2:
+                progress.say(f"{folder}: {outcome}; the sweep is stopped, since all runs have this option")
+                return status
+            progress.end(folder, outcome)
         if status in (2, 75) or ended_by_signal(status):  # a usage error or a stop, which ends all other runs too
             if status != 2:
                 progress.say(f"stopped at run {progress.done} of {len(runs)}; the same command resumes the sweep")
             return status
         failed += [folder.name] if status else []
     if sweep.sbatch is None or finished == len(runs):
-        write_comparison(sweep.folder, [folder for folder, _ in runs])
+        write_comparison(sweep.folder, [folder for folder, _ in runs], failed)
     if failed:
         progress.say(f"failed: {', '.join(failed)}; the same command tries them again")
     return int(bool(failed))
@@ -376,13 +377,13 @@ def _begin(folder: Path, line: CommandLine) -> None:
     record = folder / RECORD
     if record.exists():
         write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
-    write_whole(folder / KEPT, json.dumps(_saved_arguments(line)) + "\n")
+    write_whole(folder / STARTED, json.dumps(_saved_arguments(line)) + "\n")
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
     """Return whether a run with the same arguments and configuration files has already finished in this folder."""
     try:
-        record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, KEPT))
+        record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, STARTED))
     except (OSError, ValueError):
         return False
     previous = {**arguments, "words": [present_word(word) for word in arguments.get("words", ())]}

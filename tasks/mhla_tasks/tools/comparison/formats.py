@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from collections.abc import Sequence
 
 from rich import box
@@ -64,7 +65,7 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
     """Format a table as CSV with unrounded numbers, for other programs.
 
     The column of a metric is followed by a column of its standard deviation, which is empty for single runs. The last columns
-    list seeds and folders. Texts that a spreadsheet would execute as formulas begin with an apostrophe.
+    contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as formulas get an apostrophe.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")
@@ -79,7 +80,7 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
             cells.append(_csv_text(cell.text) if cell.value is None else cell.value)
             if has_spread:
                 cells.append("" if cell.spread_value is None else cell.spread_value)
-        folders = " ".join(str(run.folder) for run in group.runs)
+        folders = json.dumps([str(run.folder) for run in group.runs], ensure_ascii=False)
         writer.writerow([*cells, _csv_text(" ".join(group.seeds)), _csv_text(folders)])
     return stream.getvalue()
 

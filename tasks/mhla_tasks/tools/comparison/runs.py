@@ -18,6 +18,9 @@ from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.moved_keys import move_keys
 from mhla_tasks.commandline.sources import Source, mapping
 
+STARTED = "sweep.json"
+"""Name of the file in a run's folder in which a sweep stores the arguments of the run and hashes of its configurations."""
+
 ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
 
@@ -70,7 +73,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         sorted by name.
 
     Raises:
-        FileNotFoundError: if a folder does not exist or does not contain any run.
+        FileNotFoundError: if a folder does not exist, or if none of the folders contains a run with a ``run.json``.
         ValueError: if the ``run.json`` or ``config.yaml`` of a run is invalid.
     """
     runs: dict[Path, Run] = {}
@@ -78,11 +81,6 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; give the folder of a run, or of several runs")
         records = list(folder.rglob(RECORD))
-        if not records:
-            raise FileNotFoundError(
-                f"{folder} contains no {RECORD}; it is written by runs with the callback "
-                "lightning_mhla.callbacks.RunReport after each validation"
-            )
         places = {name: place for place, name in enumerate(_sweep_order(folder))}
         records.sort(
             key=lambda path: (
@@ -92,6 +90,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         )
         for path in records:
             runs.setdefault(path.parent.resolve(), _read(path))
+    if not runs:
+        raise FileNotFoundError(
+            f"{', '.join(map(str, folders))} contains no {RECORD}; it is written by runs with the callback "
+            "lightning_mhla.callbacks.RunReport after each validation"
+        )
     return list(runs.values())
 
 
@@ -116,11 +119,19 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
 
 
 def unrecorded(folders: Sequence[Path]) -> list[Path]:
-    """List the folders of runs, at any depth, that have a configuration but no ``run.json``, so they cannot be compared."""
-    configs = [path for folder in folders for path in sorted(folder.rglob(CONFIG))]
-    return list(
-        dict.fromkeys(path.parent for path in configs if not (path.parent / RECORD).exists() and is_run(path.parent))
-    )
+    """List the runs that have no ``run.json``, so that they cannot be compared.
+
+    They are given folders without any, and folders below the given ones that contain a run with a configuration or a run that a
+    sweep started.
+    """
+    found_runs = []
+    for folder in folders:
+        started = [path.parent for path in sorted(folder.rglob(STARTED))]
+        configured = [path.parent for path in sorted(folder.rglob(CONFIG)) if is_run(path.parent)]
+        found_runs += [run for run in (*configured, *started) if not (run / RECORD).exists()]
+        if not found_runs and not any(folder.rglob(RECORD)):
+            found_runs.append(folder)
+    return list(dict.fromkeys(found_runs))
 
 
 def _number_or_word(part: str) -> tuple[str, int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -80,7 +80,11 @@ class Table:
         return Table([self.columns[index] for index in indices], rows, self.identified)
 
 
-def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> Table:
+BEST = "best "
+"""Prefix of the name of a column with the best values of a metric."""
+
+
+def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
     """Build the table of a comparison.
 
     The columns are the folder, the options that differ, the number of runs if it is not 1 everywhere, the last values of the
@@ -89,16 +93,12 @@ def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> T
 
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
-        metrics: names of the metrics to show, in this order; None for all.
+        columns: names of the columns of numbers to show, in this order: metrics, ``best NAME`` for a metric by which
+            checkpoints were chosen, ``steps``, ``time`` and ``parameters``. None for all.
 
     Raises:
-        ValueError: if no run recorded one of ``metrics``.
+        ValueError: if there is no such column.
     """
-    recorded = all_metrics(groups)
-    for name in metrics or ():
-        if name not in recorded:
-            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(recorded) or 'none'}")
-    shown_metrics = recorded if metrics is None else list(metrics)
     runs = [run for group in groups for run in group.runs]
     keys = [key for key in differences(runs) if key != SEED]
     filled: list[tuple[Column, list[Cell]]] = [
@@ -109,23 +109,31 @@ def tabulate(groups: Sequence[Group], metrics: Sequence[str] | None = None) -> T
     filled.insert(0, (Column("run", "run"), [Cell(group.name) for group in groups]))
     if any(len(group.runs) > 1 for group in groups):
         filled.append((Column("runs", "number"), [Cell(str(len(group.runs)), len(group.runs)) for group in groups]))
-    for metric in shown_metrics:
-        column = Column(metric, "number", direction(metric, groups))
-        filled.append((column, _metric_cells([group.final(metric) for group in groups], groups, column)))
-    for metric in dict.fromkeys(run.record["best"]["metric"] for run in runs if run.record["best"]):
+    recorded, monitored = all_metrics(groups), {run.record["best"].get("metric") for run in runs}
+    best = [name for name in recorded if name in monitored]
+    if columns is None:
         # A column that repeats the last values, because training ended with the best ones, says nothing new.
-        if metric in shown_metrics and any(group.best(metric) != group.final(metric) for group in groups):
-            column = Column(f"best {metric}", "number", direction(metric, groups))
-            filled.append((column, _metric_cells([group.best(metric) for group in groups], groups, column)))
-    filled += [
-        (Column("steps", "number"), [_count(group.first.record["steps"]) for group in groups]),
-        (Column("time", "number"), [_time(group) for group in groups]),
-        (Column("parameters", "number"), [_count(group.first.record["parameters"]) for group in groups]),
-    ]
-    notes = ["; ".join([*group.notes, *_early(group, shown_metrics)]) for group in groups]
+        new = [name for name in best if any(group.best(name) != group.final(name) for group in groups)]
+        columns = [*recorded, *(f"{BEST}{name}" for name in new), *FIGURES]
+    known = [*recorded, *(f"{BEST}{name}" for name in best)]
+    for name in columns:
+        if name not in known and name not in FIGURES:
+            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(known) or 'none'}")
+        filled.append(_column(name, groups))
+    notes = ["; ".join([*group.notes, *_early(group, [c for c in columns if c in recorded])]) for group in groups]
     filled += [(Column("notes", "note"), [Cell(note) for note in notes])] if any(notes) else []
     rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
     return Table([column for column, _ in filled], rows, bool(keys) and len(identities) == len(groups))
+
+
+def _column(name: str, groups: Sequence[Group]) -> tuple[Column, list[Cell]]:
+    """Return a column of numbers and its cells: a metric, ``best`` and a metric, or one of :data:`FIGURES`."""
+    if name in FIGURES:
+        return Column(name, "number"), [FIGURES[name](group) for group in groups]
+    metric = name.removeprefix(BEST)
+    summaries = [group.best(metric) if name.startswith(BEST) else group.final(metric) for group in groups]
+    column = Column(name, "number", direction(metric, groups))
+    return column, _metric_cells(summaries, groups, column)
 
 
 def _count(number: int) -> Cell:
@@ -135,6 +143,14 @@ def _count(number: int) -> Cell:
 def _time(group: Group) -> Cell:
     seconds = fmean(run.record["seconds"] for run in group.runs)
     return Cell(duration(seconds), seconds)
+
+
+FIGURES: dict[str, Callable[[Group], Cell]] = {
+    "steps": lambda group: _count(group.first.record["steps"]),
+    "time": _time,
+    "parameters": lambda group: _count(group.first.record["parameters"]),
+}
+"""Functions for the cells of the columns that are not metrics."""
 
 
 def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
