@@ -115,10 +115,10 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
         # A column that repeats the last values, because training ended with the best ones, says nothing new.
         new = [name for name in best if any(group.best(name) != group.final(name) for group in groups)]
         columns = [*recorded, *(f"{BEST}{name}" for name in new), *FIGURES]
-    known = [*recorded, *(f"{BEST}{name}" for name in best)]
+    available = [*recorded, *(f"{BEST}{name}" for name in best)]
     for name in columns:
-        if name not in known and name not in FIGURES:
-            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(known) or 'none'}")
+        if name not in available and name not in FIGURES:
+            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(available) or 'none'}")
         filled.append(_column(name, groups))
     notes = ["; ".join([*group.notes, *_early(group, [c for c in columns if c in recorded])]) for group in groups]
     filled += [(Column("notes", "note"), [Cell(note) for note in notes])] if any(notes) else []
