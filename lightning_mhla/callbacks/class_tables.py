@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.untrusted import read_json
 
@@ -134,6 +135,8 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
             f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {float(mistake['probability']):.1%}<br>"
             f"{label}: {float(mistake['label_probability']):.1%}"
         )
+        if name := mistake.get("name"):  # runs of earlier versions have none
+            text += f'<br><span class="muted">{html.escape(without_controls(str(name)))}</span>'
         image = f'<img alt="{label} taken for {predicted}" src="data:image/png;base64,{data}">'
         figures.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>")
     if not figures:

@@ -26,7 +26,9 @@ body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 1.2rem au
 h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem }
 h3 { font-size: 1rem; margin: 1rem 0 .3rem } p { margin: .3rem 0 }
 .muted { color: var(--soft) }
-.scroll { overflow-x: auto }
+.scroll { overflow-x: auto; background:
+  linear-gradient(to left, var(--page) 60%, transparent) right / 3rem 100% no-repeat local,
+  linear-gradient(to left, #8885, transparent) right / 1.2rem 100% no-repeat scroll }
 table { border-collapse: collapse }
 th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
@@ -59,7 +61,7 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
 .sides { display: flex; flex-wrap: wrap; gap: 0 3rem } .sides > div { max-width: 100% }
 .top h2 { margin-top: 1.2rem }
 .mistakes { display: grid; grid-template-columns: repeat(auto-fill, minmax(7rem, 1fr)); gap: .8rem; max-width: 56rem }
-.mistakes figure { margin: 0 } .mistakes img { width: 100%; image-rendering: pixelated }
+.mistakes figure { margin: 0; overflow-wrap: anywhere } .mistakes img { width: 100%; image-rendering: pixelated }
 @media (max-width: 44rem) {
   .top { grid-template-columns: minmax(0, 1fr); grid-template-areas: "facts" "score" "next" }
   .facts { grid-template-columns: minmax(0, 1fr); gap: 0 }

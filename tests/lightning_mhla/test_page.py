@@ -244,6 +244,8 @@ def test_classes_are_shown_with_their_mistakes(tmp_path: Path) -> None:
     assert "fox 20.0% 5 cat<s> (4) cat<s> 60.0% 10 dog (3) dog 100.0% 8" in text, "the lowest accuracy first"
     assert "true cat<s> dog fox cat<s> 6 3 1 dog 8 fox 4 1" in text
     assert "cat<s> taken for dog dog: 87.5% cat<s>: 3.1%" in text
+    (tmp_path / "classes.json").write_text(results_of(names, [[0, 1, 3]], name="Süd <b> 1.JPG"))
+    assert "cat<s>: 3.1% Süd <b> 1.JPG" in text_of(page_of(tmp_path, record()))
     many = [f"c{index}" for index in range(30)]
     (tmp_path / "classes.json").write_text(results_of(many, [[0, 0, 2], [0, 7, 5], [1, 2, 9], [3, 3, 1]]))
     text = text_of(page_of(tmp_path, record()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.loggers import CSVLogger
-from mhla_tasks.classification import Digits, ImageClassifier, VisionShape
+from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionShape
 from mhla_tasks.classification.results import MISTAKES, SIDE, encoded_picture
+from mhla_tasks.commandline import registry
 from PIL import Image
 from torch import nn
 
@@ -68,6 +70,34 @@ def test_counts_and_mistakes_are_those_of_the_last_weights(tmp_path: Path) -> No
     page = (folder / "report.html").read_text()
     assert f"{confusion.trace()} of 360 validation samples right at step 6." in page
     assert page.count('src="data:image/png;base64,') >= MISTAKES
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["class folders", "shards"])
+def test_mistakes_name_the_file(shards: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    for label in ("ape", "bee"):
+        (tmp_path / "photos" / label).mkdir(parents=True)
+        for number in range(4):
+            pixels = np.random.default_rng(number).integers(0, 255, (8, 8, 3), np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "photos" / label / f"Foto {label} #{number}.PNG")
+    where = str(tmp_path / "photos")
+    if shards:
+        registry.run("prepare images", [where, str(tmp_path / "shards"), "--per_shard", "3"])
+        where = str(tmp_path / "shards")
+    model = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), num_classes=2, image_size=8,
+        shape=VisionShape(patch_size=2, dim=32, depth=1, heads=2),
+    )  # fmt: skip
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=CSVLogger(tmp_path), enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[RunReport()],
+    )  # fmt: skip
+    trainer.fit(model, ImageNetShards(where, where, batch_size=4, image_size=8))
+    mistakes = json.loads((Path(str(trainer.log_dir)) / "classes.json").read_text())["mistakes"]
+    assert mistakes
+    for mistake in mistakes:
+        label = ("ape", "bee")[mistake["label"]]
+        assert re.fullmatch(r"train-\d+\.tar: sample .*" if shards else f"Foto {label} #[0-3].PNG", mistake["name"])
 
 
 def predictions(model: ImageClassifier, data: Digits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -7,6 +7,7 @@ import heapq
 import io
 import json
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.callbacks.class_tables import CLASSES
+from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data.images import LabelledImages
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -39,7 +42,7 @@ class ClassResults(Callback):
 
     def _clear(self) -> None:
         self._counts: Counter[tuple[int, int]] = Counter()
-        self._mistakes: list[tuple[float, int, int, float, str]] = []
+        self._mistakes: list[tuple[float, int, int, float, str, str]] = []
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Discard the results of the previous validation."""
@@ -61,7 +64,7 @@ class ClassResults(Callback):
             pl_module: classifier.
             outputs: dict with the entry ``scores``, the class scores of all images in the batch, ``[B, classes]``.
             batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]`` bool, False for padding
-                and images that cannot be decoded.
+                and images that cannot be decoded. The entry ``index`` ``[B]`` is needed for the names of the images.
             batch_idx: index of the batch.
             dataloader_idx: index of the validation loader.
         """
@@ -79,7 +82,8 @@ class ClassResults(Callback):
             if len(self._mistakes) >= MISTAKES and label_probability >= -self._mistakes[0][0]:
                 continue  # encoding a picture takes longer than this comparison
             picture = encoded_picture(batch["image"][index], getattr(trainer, "datamodule", None))
-            entry = (-label_probability, label, guess, float(probabilities[index, guess]), picture)
+            name = _sample_name(trainer, int(batch["index"][index])) if "index" in batch else ""
+            entry = (-label_probability, label, guess, float(probabilities[index, guess]), picture, name)
             (heapq.heappushpop if len(self._mistakes) >= MISTAKES else heapq.heappush)(self._mistakes, entry)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -104,12 +108,23 @@ class ClassResults(Callback):
                     "probability": round(probability, 4),
                     "label_probability": round(-negative, 4),
                     "picture": picture,
+                    "name": name,
                 }
-                for negative, label, predicted, probability, picture in mistakes[:MISTAKES]
+                for negative, label, predicted, probability, picture, name in mistakes[:MISTAKES]
             ],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content) + "\n")
+
+
+def _sample_name(trainer: Trainer, index: int) -> str:
+    """Return the file name of a validation image, or the shard and key of its sample; empty if the data does not tell."""
+    source = getattr(trainer.val_dataloaders, "source", None)
+    if not isinstance(source, LabelledImages):
+        return ""
+    with suppress(BrokenSampleError):  # the file was removed in the meantime
+        return source.encoded(index)[1].rpartition("/")[2]
+    return ""
 
 
 def encoded_picture(image: Tensor, data: Any) -> str:
