@@ -373,6 +373,11 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "the window and the sinks alone, in all layers": "window-seed-0",
         "the window and the sinks alone, blocks of 64": "window-64-seed-0",
         "`mhla_window` in all layers, 4 sinks, blocks of 64": "mhla_window-64-seed-0",
+        "`mhla_window` in all layers, decaying coefficients, not trained": "mhla_window-frozen-seed-0",
+        "`mhla_window` in all layers, a dense matrix of coefficients": "mhla_window-dense-seed-0",
+        "`mhla_window` in all layers, blocks of 256, distilled": "mhla_window-256-seed-0-distill-1",
+        "`mhla_window` in all layers, 4 sinks, blocks of 32": "mhla_window-32-seed-0",
+        "`mhla` in all layers, without a window, learned features": "mhla-seed-0",
         "`linear` in all layers, learned features": "linear-seed-0",
         "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
         "`mhla_window` in all layers, features with positions": "mhla_window-positions-seed-0",
@@ -381,7 +386,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         row = json.loads((folder / f"{file}.json").read_text())
         lines = text.split("**Long texts.**")[0].splitlines()
         (line,) = (line for line in lines if line.startswith(f"| {name} | "))
-        digits = 0 if "linear" in file else 2
+        digits = 0 if file in ("linear-seed-0", "mhla-seed-0") else 2
         stages = [
             row["swapped"]["1024"],
             row.get("matched", {}).get("1024"),
