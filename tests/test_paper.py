@@ -378,6 +378,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`mhla_window` in all layers, blocks of 256, distilled": "mhla_window-256-seed-0-distill-1",
         "`mhla_window` in all layers, 4 sinks, blocks of 32": "mhla_window-32-seed-0",
         "`mhla` in all layers, without a window, learned features": "mhla-seed-0",
+        "the window and the sinks alone, blocks of 32": "window-32-seed-0",
         "`linear` in all layers, learned features": "linear-seed-0",
         "`softmax`, longer": "softmax-seed-0-60-and-240-steps",
         "`mhla_window` in all layers, features with positions": "mhla_window-positions-seed-0",

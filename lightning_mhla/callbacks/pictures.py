@@ -21,6 +21,7 @@ from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.maps import draw_attention, draw_frames, draw_matrices, draw_mixing
 from lightning_mhla.callbacks.recovery import is_leaving
+from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.figures import save_figure
 from lightning_mhla.system.folders import run_folder
@@ -266,7 +267,10 @@ def _first_validation_batch(trainer: Trainer, module: LightningModule) -> Any:
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
     loaders = CombinedLoader(trainer.val_dataloaders or []).flattened
-    batch = next(iter(loaders[0]), None) if loaders else None
+    if not loaders:
+        return None
+    loader = loaders[0]
+    batch = loader.first_batch() if isinstance(loader, ResumableLoader) else next(iter(loader), None)
     if batch is None:
         return None
     return trainer.strategy.batch_to_device(prepared_batch(trainer, module, batch), dataloader_idx=0)

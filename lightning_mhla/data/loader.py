@@ -7,10 +7,12 @@ on each other.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from threading import Thread
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -148,17 +150,28 @@ WORKER_SECONDS = 120
 """Seconds that a worker process continues after a signal, while the training process finishes its step and saves."""
 
 
+STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Signals that stop a run."""
+
+
 def outlive_signals(worker: int = 0) -> None:
-    """Install signal handlers that let a worker process continue for 120 seconds after a stop signal.
+    """Let a worker process continue for 120 seconds after a stop signal, unless its parent process sent the signal.
 
     Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If worker processes ended at once,
-    training would fail before it could save a checkpoint.
+    training would fail before it could save a checkpoint. The parent sends SIGTERM only when it no longer needs the worker, for
+    example when it exits, and then waits for its end.
 
     Args:
         worker: number of the worker process. PyTorch's DataLoader passes it, and it is not used.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, lambda *_: signal.alarm(WORKER_SECONDS))
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the thread takes them
+    Thread(target=_await_signals, args=(os.getppid(),), daemon=True).start()
+
+
+def _await_signals(parent: int) -> None:
+    while signal.sigwaitinfo(STOPS).si_pid != parent:
+        signal.alarm(WORKER_SECONDS)
+    os._exit(0)
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -236,8 +249,9 @@ class ResumableLoader:
         if not len(self):
             raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
         self._batches = _Batches()
+        self._samples = _SeededSamples(source, seed, skip_broken=train)
         self._loader = DataLoader(
-            _SeededSamples(source, seed, skip_broken=train),
+            self._samples,
             batch_sampler=self._batches,
             num_workers=num_workers,
             persistent_workers=num_workers > 0,
@@ -268,6 +282,13 @@ class ResumableLoader:
                     ahead.passed(number * self.batch_size)
                 self._count(batch.pop("skipped"))
                 yield batch
+
+    def first_batch(self) -> dict[str, Any]:
+        """Return the first evaluation batch of this process, read without worker processes."""
+        order, *_ = self._order()
+        batch = _collate(self._samples.__getitems__(next(self._evaluation(order))))
+        self._count(batch.pop("skipped"))
+        return batch
 
     def _order(self) -> tuple[np.ndarray, np.ndarray, int]:
         """Determine the samples that remain to be read in the current epoch, in reading order, for all processes together.

@@ -8,6 +8,9 @@ from __future__ import annotations
 import io
 import os
 import random
+import signal
+import subprocess
+import sys
 import tarfile
 import threading
 from collections import Counter
@@ -480,3 +483,49 @@ def test_shards_of_as_many_other_samples_are_not_mixed(shards: list[Path]) -> No
     ):
         write_shards(range(1, 11), members, shards[0].parent, "train", per_shard=4)
     assert write_shards(range(10), members, shards[0].parent, "train", per_shard=4) == shards
+
+
+@pytest.mark.parametrize("rest", ["", "list(batches)", "del batches"], ids=["one batch", "all", "dropped"])
+def test_a_program_that_took_a_batch_ends_at_once(rest: str) -> None:
+    """Workers outlive a signal by two minutes, but not the signal of their own program, which waits for them at its end."""
+    program = f"""
+from lightning_mhla.data import ResumableLoader
+class Source(list):
+    shard_sizes = [40]
+source = Source({{"index": index}} for index in range(40))
+batches = iter(ResumableLoader(source, 4, train=False, seed=0, num_workers=2))
+print(len(next(batches)["index"]), flush=True)
+{rest}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+
+
+def test_the_first_batch_needs_no_workers() -> None:
+    class Source(list):
+        shard_sizes = (40,)
+
+    source = Source({"index": index, "noise": torch.rand(2)} for index in range(40))
+    loader = ResumableLoader(source, 4, train=False, seed=0, num_workers=2)
+    state = torch.get_rng_state()
+    batch = loader.first_batch()
+    assert loader._loader._iterator is None
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, values in next(iter(loader)).items():
+        assert torch.equal(batch[name], values), name
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], ids=lambda number: number.name)
+def test_a_worker_outlives_the_signal_of_another_process(number: signal.Signals) -> None:
+    class Source(list):
+        shard_sizes = (40,)
+
+    loader = ResumableLoader(Source({"index": index} for index in range(40)), 4, train=False, seed=0, num_workers=1)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = loader._loader._iterator._workers
+    subprocess.run(["kill", f"-{number}", str(worker.pid)], check=True)
+    assert len(list(batches)) == 9
+    worker.terminate()
+    worker.join()
+    assert worker.exitcode == 0
