@@ -378,9 +378,11 @@ def test_runs_without_a_record_are_named_and_left_out(
         (bad / "config.yaml").write_text("model: {}\ndata: {}\n")
         (bad / "checkpoints").mkdir()
         (bad / "checkpoints/last.ckpt").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
     folders = [str(tmp_path / "runs/good"), str(bad)] if told == "given" else [str(tmp_path / "runs")]
-    registry.run("compare", folders)
+    registry.run("compare", [*folders, str(tmp_path / "empty")])
     printed = capsys.readouterr()
+    assert str(tmp_path / "empty") in printed.err
     assert "good" in printed.out
     assert "left out, because they have no run.json" in printed.err
     assert "bad one" in printed.err

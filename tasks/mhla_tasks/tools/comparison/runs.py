@@ -124,14 +124,13 @@ def unrecorded(folders: Sequence[Path]) -> list[Path]:
     They are given folders without any, and folders below the given ones that contain a run with a configuration or a run that a
     sweep started.
     """
-    found_runs = []
+    without_record: list[Path] = []
     for folder in folders:
         started = [path.parent for path in sorted(folder.rglob(STARTED))]
         configured = [path.parent for path in sorted(folder.rglob(CONFIG)) if is_run(path.parent)]
-        found_runs += [run for run in (*configured, *started) if not (run / RECORD).exists()]
-        if not found_runs and not any(folder.rglob(RECORD)):
-            found_runs.append(folder)
-    return list(dict.fromkeys(found_runs))
+        runs = [run for run in (*configured, *started) if not (run / RECORD).exists()]
+        without_record += runs or ([] if any(folder.rglob(RECORD)) else [folder])
+    return list(dict.fromkeys(without_record))
 
 
 def _number_or_word(part: str) -> tuple[str, int]:
