@@ -159,7 +159,7 @@ def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | Non
         lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for step, label in scale_x.ticks():
         lines.append(f'<text x="{scale_x(step):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{label}</text>')
-    axis_text = "optimizer step" + (" (logarithmic values)" if logarithmic else "")
+    axis_text = "optimizer step" + (" (vertical axis logarithmic)" if logarithmic else "")
     lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">{axis_text}</text>')
     if reference:
         lines.append(f'<path class="reference" d="M{LEFT} {scale_y(reference[1]):.1f}H{WIDTH - RIGHT}"/>')

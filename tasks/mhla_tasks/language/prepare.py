@@ -121,8 +121,9 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
-    If the subfolder holds a different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``,
-    or to the next number that is not used.
+    A new chat template, which does not affect the shards, replaces the one of the saved tokenizer. If the subfolder holds a
+    different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
+    that is not used.
 
     Args:
         target: folder of the shards.
@@ -132,12 +133,14 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer.
     """
     beside = target / "tokenizer"
-    if beside.is_dir() and fingerprint(load_tokenizer(beside)) != fingerprint(tokenizer):
+    saved = load_tokenizer(beside) if beside.is_dir() else None
+    if saved is not None and fingerprint(saved) != fingerprint(tokenizer):
         if any(target.glob("*.tar")):
             raise ValueError(f"{target} holds shards of a different tokenizer (in {beside}); choose a different folder")
         numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
         beside.rename(next(name for name in numbered if not name.exists()))  # never delete a folder of the user
-    if not beside.is_dir():
+    template = getattr(tokenizer, "chat_template", None)
+    if not beside.is_dir() or (template is not None and template != getattr(saved, "chat_template", None)):
         with rebuilt_folder(beside) as aside:
             save_tokenizer(tokenizer, aside)
 

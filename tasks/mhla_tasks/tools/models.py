@@ -193,10 +193,10 @@ def generate(parser: ArgumentParser) -> Run:
 
         lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
 
-    The model is a training checkpoint, an exported folder or a name on the Hugging Face Hub. Without a prompt, the command
-    reads prompts from the terminal one after the other.
+    The model is a training checkpoint, the folder of a run, an exported folder or a name on the Hugging Face Hub. Without a
+    prompt, the command reads prompts from the terminal one after the other.
     """
-    parser.add_argument("model", help="checkpoint, exported folder, or name on the hub")
+    parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="text to continue")
     parser.add_argument(
         "--max_new_tokens", type=int, help="maximum number of tokens to generate (default: 256, or the model's limit)"

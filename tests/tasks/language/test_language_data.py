@@ -131,6 +131,13 @@ def test_shards_go_on_after_a_stop(
     other = train_tokenizer(TEXTS[::-1], 310)
     with pytest.raises(ValueError, match="shards of a different tokenizer"):
         write(tmp_path / "out", sources, other, prefix="val")
+    for template in ("first {{ messages }}", "second {{ messages }}"):
+        tokenizer.chat_template = template
+        write(tmp_path / "out", sources, tokenizer, prefix=template[:5])
+        assert load_tokenizer(tmp_path / "out/tokenizer").chat_template == template
+    tokenizer.chat_template = None
+    write(tmp_path / "out", sources, tokenizer, prefix="third")
+    assert load_tokenizer(tmp_path / "out/tokenizer").chat_template == template, "without one, the saved one remains"
 
 
 def test_files_that_are_not_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
