@@ -310,9 +310,19 @@ class ResumableLoader:
 
     def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
         parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
-        for samples in parts:
-            for batch in evaluation_batches(len(samples), self.batch_size, self.rank, self.world):
-                yield [ticket._replace(index=int(samples[ticket.index])) for ticket in batch]
+        batches = (
+            [ticket._replace(index=int(samples[ticket.index])) for ticket in batch]
+            for samples in parts
+            for batch in evaluation_batches(len(samples), self.batch_size, self.rank, self.world)
+        )
+        if self.groups is None:
+            yield from batches
+            return
+        grouped = list(
+            batches
+        )  # mixed, so that a few batches (limit_val_batches) are not those of the first groups only
+        for index in np.random.default_rng(0).permutation(len(grouped)):
+            yield grouped[index]
 
     def _shards_of(self, order: np.ndarray) -> np.ndarray:
         return np.searchsorted(np.cumsum(self.source.shard_sizes), order, side="right")

@@ -8,11 +8,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.language import LinearizedTextEncoder, TextPassages
+from mhla_tasks.language.passages import merged_groups
 from mhla_tasks.language.tokenizer import train_tokenizer
 from mhla_tasks.tools.export import load_trained, write_export
 from torch.nn import functional as F
@@ -292,3 +294,45 @@ def test_mistakes_are_told(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the encoder to linearize"):
         LinearizedTextEncoder()
     assert isinstance(AutoModel.from_pretrained(bert), BertModel), "the original folder is unchanged"
+
+
+def test_rare_lengths_share_a_group(tmp_path: Path, bert: str) -> None:
+    """Every passage is trained on in some epoch, also the few long ones; held-out ones keep their own length."""
+    lines = ["word " * count for count in (*[10] * 9, 15, *[20] * 2, 40)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    where = str(tmp_path / "texts.jsonl")
+    data = TextPassages(where, where, bert, length=128, batch_size=4)
+    groups = data.source("train").groups
+    assert (np.bincount(groups)[np.unique(groups)] >= 4).all()
+    widths = [batch["tokens"].shape[1] for batch in data.train_dataloader()]
+    assert max(widths) == 128
+    assert len(set(data.source("validate").groups.tolist())) > len(set(groups.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "least", "wanted"),
+    [
+        ([1, 1, 1, 2, 5], 2, [1, 1, 1, 5, 5]),
+        ([1, 1, 2, 2, 5], 2, [1, 1, 5, 5, 5]),
+        ([3, 7], 4, [7, 7]),
+        ([3, 7], 1, [3, 7]),
+        ([1, 2, 3, 4, 4, 4], 3, [3, 3, 3, 4, 4, 4]),
+        ([], 3, []),
+    ],
+    ids=str,
+)
+def test_merged_groups(lengths: list[int], least: int, wanted: list[int]) -> None:
+    assert merged_groups(np.array(lengths, dtype=np.int64), least).tolist() == wanted
+
+
+def test_a_few_batches_of_an_evaluation_are_of_all_lengths(tmp_path: Path, bert: str) -> None:
+    """A validation of limited length must not see the shortest passages only."""
+    lines = ["word " * count for count in range(10, 110)]
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    where = str(tmp_path / "texts.jsonl")
+    data = TextPassages(where, where, bert, length=128, batch_size=4)
+    batches = list(data.val_dataloader())
+    widths = [batch["tokens"].shape[1] for batch in batches]
+    assert len(set(widths[:4])) > 1
+    assert widths != sorted(widths)
+    assert sum(int(batch["valid"].sum()) for batch in batches) == 100

@@ -35,7 +35,7 @@ LOADING = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("FOLDER", trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")"""
+tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)"""
 """Python code that loads an export, where FOLDER is its path."""
 
 

@@ -18,7 +18,7 @@ from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
-"""Passages are padded to a multiple of this number of tokens. A batch contains passages with the same padded length."""
+"""Passages are padded to a multiple of this number of tokens. A batch contains passages of the same group."""
 
 TEXTS_AT_ONCE = 1024
 """Number of texts that are encoded together."""
@@ -29,16 +29,17 @@ Unit = Literal["paragraph", "document"]
 class Passages:
     """Source of encoded passages, grouped by their length after padding.
 
-    A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the number of tokens rounded up to a multiple of 16, but at
-    most ``length``. The mask is 0 for padding.
+    A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the length of the longest passages of its group, rounded up
+    to a multiple of 16, but at most ``length``. The mask is 0 for padding.
 
     Args:
         texts: passages as text; those without tokens are left out.
         tokenizer: tokenizer of the passages; its special tokens are added.
         length: maximum number of tokens in a passage; longer ones are cut.
+        least: minimum number of passages in a group: lengths of fewer passages share a group with the next longer ones.
     """
 
-    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int = 1) -> None:
         self.length, self.padding = length, pad_token(tokenizer)
         rows: list[np.ndarray] = []
         texts = iter(texts)
@@ -47,7 +48,7 @@ class Passages:
             encoded = tokenizer(batch, truncation=True, max_length=length, split_special_tokens=True)["input_ids"]
             rows += [np.asarray(row, dtype=np.int32) for row in encoded if row]
         self.rows = rows
-        self.groups = np.array([-(-len(row) // STEP) for row in rows], dtype=np.int64)
+        self.groups = merged_groups(np.array([-(-len(row) // STEP) for row in rows], dtype=np.int64), least)
         self.shard_sizes: Sequence[int] = [len(rows)]
 
     def __len__(self) -> int:
@@ -60,6 +61,31 @@ class Passages:
         tokens = torch.full((width,), self.padding, dtype=torch.int64)
         tokens[: len(row)] = torch.from_numpy(row.astype(np.int64))
         return {"tokens": tokens, "mask": (torch.arange(width) < len(row)).long()}
+
+
+def merged_groups(groups: np.ndarray, least: int) -> np.ndarray:
+    """Merge groups of similar lengths until each has enough samples, so that none is left out of training for good.
+
+    Training uses complete batches of one group only.
+
+    Args:
+        groups: length of each sample in steps, ``[samples]`` int64.
+        least: minimum number of samples in a group.
+
+    Returns:
+        The largest length in the group of each sample, ``[samples]`` int64.
+    """
+    lengths, counts = np.unique(groups, return_counts=True)
+    ends: list[int] = []  # the last length of each merged group
+    waiting = 0
+    for length, count in zip(lengths.tolist(), counts.tolist(), strict=True):
+        waiting += count
+        if waiting >= least:
+            ends.append(length)
+            waiting = 0
+    if waiting:  # the longest samples are too few: they join the group before them
+        ends = [*ends[:-1], int(lengths[-1])]
+    return np.array(ends, dtype=np.int64)[np.searchsorted(ends, groups)] if ends else groups
 
 
 class TextPassages(ResumableDataModule):
@@ -122,7 +148,8 @@ class TextPassages(ResumableDataModule):
             if stage == "validate" and self.val_passages is not None and self.val_passages < len(texts):
                 chosen = np.random.default_rng(0).permutation(len(texts))[: self.val_passages]
                 texts = [texts[index] for index in sorted(chosen)]
-            self._passages[stage] = Passages(texts, self.tokenizer, self.length)
+            least = self.batch_size if stage == "train" else 1
+            self._passages[stage] = Passages(texts, self.tokenizer, self.length, least)
             if not len(self._passages[stage]):
                 raise ValueError(
                     f"{location}: no {self.unit} of at least {self.min_characters} characters; lower min_characters"

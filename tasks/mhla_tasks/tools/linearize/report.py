@@ -105,7 +105,7 @@ def loading_code(source: PretrainedSource, folder: str, length: int) -> str:
     class_name = "AutoModelForCausalLM" if source.domain == "language" else "AutoModel"
     if source.domain == "image":
         return LOADING.format(class_name=class_name, tokenizer="", folder=folder)
-    tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{folder}")'
+    tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)'
     return LOADING.format(class_name=class_name, tokenizer=", AutoTokenizer", folder=folder) + tokenizer
 
 
