@@ -25,8 +25,8 @@ BENCHMARKS = {
     "sequence": "Bytes that sequence parallelism moves for each layer, compared with ring attention.",
     "short_blocks": "Time of exponential mixing by block size, compared with linear attention.",
     "streaming": "Samples per second from shards on a server, and from the same shards on a local disk.",
-    "tiles": "The operator with other tile sizes of its Triton kernels, one change at a time, and its kernels by time.",
     "throughput": "Training steps of the shipped configurations on this device: samples per second and MFU.",
+    "tiles": "The operator with other tile sizes of its Triton kernels, one change at a time, and its kernels by time.",
     "wan": "Wan2.1-1.3B: parameters, operations, memory of a training step, times on a GPU.",
 }
 """Summaries of the benchmarks by module name. Each module has a function ``main``, which ``python -m benchmarks`` runs."""

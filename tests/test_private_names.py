@@ -165,7 +165,7 @@ ATTRIBUTES: dict[tuple[Any, str], str] = {
 }
 """Attributes of torch and Lightning that are read where they are used."""
 
-PYTHON = {"_replace", "_fields", "_field_defaults", "_current_frames"}
+PYTHON = {"_replace", "_fields", "_field_defaults", "_current_frames", "_exit"}
 """Names with an underscore that Python documents."""
 
 

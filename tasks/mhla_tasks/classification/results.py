@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from lightning_mhla.callbacks.class_tables import CLASSES
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.data.images import LabelledImages
+from lightning_mhla.data.images import LabelledImages, ShardImages
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -120,6 +120,8 @@ class ClassResults(Callback):
 def _sample_name(trainer: Trainer, index: int) -> str:
     """Return the file name of a validation image, or the shard and key of its sample; empty if the data does not tell."""
     source = getattr(trainer.val_dataloaders, "source", None)
+    if isinstance(source, ShardImages):  # not the URL of the shard, which may hold a secret
+        return source.reader.name(index)
     if not isinstance(source, LabelledImages):
         return ""
     with suppress(BrokenSampleError):  # the file was removed in the meantime
