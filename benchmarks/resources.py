@@ -3,8 +3,8 @@
     lightning bench resources
 
 Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. The exit code
-is 1 if a kernel exceeds its limits: 128 bytes of spills in bfloat16 at the widths of models, 1 KB elsewhere, and the
-shared memory that a thread block may have on the chip.
+is 1 if a kernel exceeds its limits: in bfloat16 at the widths of models no spills (128 bytes on Hopper), elsewhere 1 KB, and
+the shared memory that a thread block may have on the chip.
 
 Longer than other modules, because launches, compilation and limits are read together.
 """
@@ -34,6 +34,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # the default at a launc
 import torch
 import triton
 from mhla_kernels.problem import Causal
+from mhla_kernels.triton_backend.config import HOPPER
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -57,7 +58,8 @@ MODEL_WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 128), (128, 256))
 OTHER_WIDTHS = ((16, 16), (80, 96), (256, 256))
 SPILL_LIMIT = 1024
 COMMON_SPILL_LIMIT = 128
-"""Bytes that a thread may spill in common variants: fewer warps that spill this much are faster (``benchmarks.tiles``)."""
+"""Bytes that a thread may spill in common variants on Hopper, where four warps that spill are faster than eight
+(``benchmarks.tiles``)."""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.uint8: "*u8"}
 
 
@@ -92,13 +94,21 @@ class Variant:
     blocks: int = 4
     cross: bool = False
 
-    @property
-    def spills_allowed(self) -> int:
-        """Number of bytes that a thread may spill: :data:`COMMON_SPILL_LIMIT` in bfloat16 at the widths of models."""
+    def spills_allowed(self, chip: int) -> int:
+        """Return the number of bytes that a thread may spill on a chip.
+
+        In common variants, bfloat16 at the widths of models, it is :data:`COMMON_SPILL_LIMIT` on Hopper and 0 on other chips;
+        in all others it is :data:`SPILL_LIMIT`.
+
+        Args:
+            chip: compute capability of the chip times ten.
+        """
         if self.unusual or self.block_size < 8:  # models rarely use either
             return SPILL_LIMIT
         is_common = self.dtype == "bfloat16" and (self.key_width, self.value_width) in MODEL_WIDTHS
-        return COMMON_SPILL_LIMIT if is_common else SPILL_LIMIT
+        if not is_common:
+            return SPILL_LIMIT
+        return COMMON_SPILL_LIMIT if chip == HOPPER else 0
 
 
 @dataclass(frozen=True)
@@ -284,7 +294,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 tuple(divisible),
                 tuple(options.items()),
                 chip,
-                variant.spills_allowed,
+                variant.spills_allowed(chip),
                 variant.dtype,
                 f"{variant.key_width}/{variant.value_width}",
                 variant.unusual,

@@ -90,7 +90,7 @@ def test_kernels_compile_ahead_of_time_within_their_limits(tmp_path: Path) -> No
 
 
 def test_tiles_are_measured_one_change_at_a_time(tmp_path: Path) -> None:
-    """In a process of its own, in the interpreter: a compiled kernel has the same program."""
+    """In Triton's interpreter, whose times say nothing: this tests the program that measures on a GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "benchmarks.tiles", "--seconds", "0", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)

@@ -275,7 +275,13 @@ class ResumableLoader:
             self._batches.pending = self._evaluation(order)
         if self._loader.num_workers and self._loader._iterator is None:
             check_open_files(self._loader.num_workers)
-        batches = iter(self._loader)  # fork worker processes before the prefetcher starts threads
+        # Fork worker processes before the prefetcher starts threads. Threads that libraries start in a worker as it is forked
+        # must not take a stop signal either (see outlive_signals).
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+        try:
+            batches = iter(self._loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         with nullcontext() if self.ahead is None else self.ahead(self._shards_of(order)) as ahead:
             for number, batch in enumerate(with_short_errors(batches)):
                 if ahead is not None:
@@ -318,9 +324,8 @@ class ResumableLoader:
         if self.groups is None:
             yield from batches
             return
-        grouped = list(
-            batches
-        )  # mixed, so that a few batches (limit_val_batches) are not those of the first groups only
+        # mixed, so that a few batches (limit_val_batches) are not those of the first groups only
+        grouped = list(batches)
         for index in np.random.default_rng(0).permutation(len(grouped)):
             yield grouped[index]
 

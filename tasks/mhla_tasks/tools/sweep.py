@@ -266,7 +266,7 @@ def run(arguments: Sequence[str]) -> int:
                 status = run_command([*fit, *run_line.words, f"--run_dir={folder}"], folder / OUTPUT)
             outcome = _outcome(folder, status, progress.seconds[-1], printed)
             if status == 2:
-                progress.say(f"{folder}: {outcome}; the sweep is stopped, since all runs have this option")
+                progress.say(f"{folder}: {outcome}; the sweep is stopped, since its command is wrong")
                 return status
             progress.end(folder, outcome)
         if status in (2, 75) or ended_by_signal(status):  # a usage error or a stop, which ends all other runs too
