@@ -37,6 +37,11 @@ EVALUATIONS = [path for path in CONFIGS if path.parent.name == "eval"]
 EXPERIMENTS = [path for path in CONFIGS if path not in (*OVERLAYS, *EVALUATIONS)]
 
 
+def number_of_classes(path: Path) -> list[str]:
+    """Return the option that an experiment needs if its classes are the folders of the user's photographs."""
+    return ["--model.init_args.num_classes=3"] if path == ROOT / "configs/classification/folder.yaml" else []
+
+
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     monkeypatch.setattr(sys, "argv", ["lightning", *arguments])
     main()
@@ -182,12 +187,9 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
     blocks = (
         ["--model.init_args.attention.block_size=14"] if path.stem == "mnist_dig" else []
     )  # of the kind gla, without blocks
-    classes = (
-        ["--model.init_args.num_classes=3"] if path.parent.name == "classification" and path.stem == "folder" else []
-    )  # else of the user's data
     with torch.device("meta"):
         for kind in ("mhla", "linear", "softmax"):
-            arguments = [f"--model.init_args.attention.kind={kind}", *blocks, *classes]
+            arguments = [f"--model.init_args.attention.kind={kind}", *blocks, *number_of_classes(path)]
             cli = parse(monkeypatch, "fit", "--config", str(path), *arguments)
             model = cli.parser.instantiate_classes(cli.config).model
             kinds = {module.config.kind for module in model.modules() if isinstance(module, Attention)}
@@ -204,7 +206,8 @@ def test_every_experiment_parses_and_builds(monkeypatch: pytest.MonkeyPatch, pat
 def test_overlays_go_over_every_experiment_and_set_no_lists(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     assert "callbacks" not in yaml.safe_load(path.read_text())["trainer"]
     for experiment in EXPERIMENTS:
-        config = parse(monkeypatch, "fit", "--config", str(experiment), "--config", str(path)).config
+        arguments = ["--config", str(experiment), "--config", str(path), *number_of_classes(experiment)]
+        config = parse(monkeypatch, "fit", *arguments).config
         assert config.trainer.callbacks
         assert config.trainer.strategy != "auto" or path.stem == "slurm", "slurm.yaml comes after one of the other two"
 
