@@ -40,6 +40,7 @@ SMALLER = {
     "--vocab_size 2048": "--vocab_size 300",
     "--image_size 256": "--image_size 16",
     "kind=mhla,linear,softmax": "kind=mhla,linear",
+    "--trainer.max_steps=600": "--trainer.max_steps=4",
     "seed_everything=0,1": "seed_everything=0",
 }
 ENDINGS = {
@@ -61,7 +62,10 @@ WRITTEN = {
     "docs/tutorials/class-to-image.md": (
         "runs/dit/predict/samples/000001-class2.png", "runs/dit/generation.jsonl", "latents/train-manifest.json",
     ),
-    "docs/tutorials/language.md": ("runs/mine/samples.md", "runs/mine/predict/continuations.jsonl", "shards/tokenizer/tokenizer.json"),
+    "docs/tutorials/language.md": (
+        "runs/mine/samples.md", "runs/mine/predict/continuations.jsonl", "shards/tokenizer/tokenizer.json",
+        "runs/chat/report.html",
+    ),
     "docs/tutorials/text-to-image.md": (
         "runs/sana/predict/images/a red three left of a green seven-1.png", "latents/train-empty-caption.npy",
         "geneval/00000/samples/0003.png", "geneval/00000/metadata.jsonl",
@@ -111,6 +115,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for folder in ("texts", "texts-held-out"):
         save_texts(home / folder)
     (home / "more.jsonl").write_text('{"text": "The old town."}\n')
+    dialogue = [{"role": "user", "content": "Which river?"}, {"role": "assistant", "content": "The old one."}]
+    for file in ("chats.jsonl", "chats-held-out.jsonl"):
+        (home / file).write_text(f"{json.dumps({'messages': dialogue})}\n" * 60)
     (home / "prompts.txt").write_text("The old river\nThe town\n")
     (home / "evaluation_metadata.jsonl").write_text(f"{json.dumps({'prompt': 'a red three'})}\n")
     (home / "story.txt").write_text((ROOT / "docs/operator.md").read_text())
@@ -171,6 +178,8 @@ def test_a_page_works_from_top_to_bottom(
                 several = ranks if "torchrun" in block.code else {}
                 status, said = server.program(block.code, folder=tmp_path, **shown, **several)
                 assert status == 0, f"{block.code}\n{said[-3000:]}"
+        elif block.language == "json":
+            json.loads(block.code)
         elif block.language == "yaml":
             list(yaml.safe_load_all(block.code))
         elif block.language == "sh":

@@ -1,4 +1,4 @@
-"""Reading one text column from JSON lines, JSON, CSV, TSV and Parquet files, row by row.
+"""Reading one column of texts or dialogues from JSON lines, JSON, CSV, TSV and Parquet files, row by row.
 
 The values in other columns may have any type.
 """
@@ -26,10 +26,10 @@ from lightning_mhla.data.lines import (
 )
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import reason
-from mhla_tasks.language.documents import check_text
+from mhla_tasks.language.dialogues import Document, as_document
 
-Rows = Iterator[tuple[str, str | None]]
-"""Iterator over the rows of a table: tuples of a row's location, for messages, and its text, which is None for a null."""
+Rows = Iterator[tuple[str, Document | None]]
+"""Iterator over the rows of a table: tuples of a row's location, for messages, and its document, which is None for a null."""
 
 ROWS_AT_ONCE = 256
 """Number of Parquet rows that are read at once."""
@@ -43,11 +43,11 @@ class MissingColumnError(ValueError):
 
 
 def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
-    """Read one text column of a table lazily, row by row.
+    """Read one column of texts or dialogues of a table lazily, row by row.
 
     Args:
         source: path or URL of the table.
-        column: name of the column that holds the text.
+        column: name of the column that holds the texts or dialogues.
         kind: format of the table; None to use the format that the file suffix indicates. One of:
 
             * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
@@ -55,14 +55,14 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
             * ``lines``: plain text in which each line is a row.
 
     Returns:
-        Iterator over tuples of the location of a row, for error messages, and its text; the text is None for a null. Blank
+        Iterator over tuples of the location of a row, for error messages, and its document, which is None for a null. Blank
         lines are skipped.
 
     Raises:
         MissingColumnError: if the table or a row lacks the column.
         OSError: if the file cannot be read.
-        ValueError: if the format is unknown, the file is broken, or a value is not text. The message names the file and the
-            line, item or row.
+        ValueError: if the format is unknown, the file is broken, or a value is neither text nor a dialogue. The message
+            names the file and the line, item or row.
     """
     kind = kind or table_kind(source)
     if kind is None:
@@ -118,11 +118,11 @@ def _json(source: Source, column: str) -> Rows:
         yield _entry(item, column, place)
 
 
-def _entry(row: dict[str, Any], column: str, place: str) -> tuple[str, str | None]:
+def _entry(row: dict[str, Any], column: str, place: str) -> tuple[str, Document | None]:
     if column not in row:
         raise _missing(column, sorted(row), place)
     value = row[column]
-    return place, None if value is None else check_text(value, place)
+    return place, None if value is None else as_document(value, place)
 
 
 def _csv(source: Source, column: str) -> Rows:
@@ -180,7 +180,7 @@ def _parquet(source: Source, column: str) -> Rows:
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
                 for value in batch.column(batch.schema.names.index(column)):
                     number += 1
-                    yield f"{name}: row {number}", value.as_py()
+                    yield _entry({column: value.as_py()}, column, f"{name}: row {number}")
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}: row {number}: column {column!r} is not UTF-8 ({reason(error)})") from error
         except (pyarrow.ArrowException, OSError) as error:
@@ -198,7 +198,9 @@ def _check_type(kind: Any, column: str, name: str) -> None:
     types = pyarrow.types
     if types.is_dictionary(kind):
         kind = kind.value_type
-    if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind) or types.is_null(kind)):
+    dialogues = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
+    texts = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+    if not (texts or dialogues or types.is_null(kind)):
         raise ValueError(f"{name}: column {column!r} is {kind}, not text; choose a different column")
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from lightning_mhla.data.lines import NotTextError, has_surrogates, read_text
 from lightning_mhla.system.listing import shown, visible_files
 from mhla_tasks.language.columns import MissingColumnError, Rows, plain_suffix, read_column, table_kind
+from mhla_tasks.language.dialogues import Dialogue, Document, text_of
 from mhla_tasks.language.hub import StreamedDataSet
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Remarks:
             log.warning("%s", self)
 
 
-def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
+def read_documents(sources: Sequence[str], column: str) -> Iterator[Document]:
     """Yield the documents of files, folders and data sets in the given order, without empty documents.
 
     A text file is one document. A table (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) has one document in each row;
@@ -98,7 +99,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
 
     Args:
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
-        column: name of the table column that holds the text.
+        column: name of the table column that holds the texts or dialogues.
 
     Raises:
         FileNotFoundError: if a file, folder or data set does not exist.
@@ -120,25 +121,32 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[str]:
             remarks.report()
 
 
-def documents_of(rows: Rows, remarks: Remarks) -> Iterator[str]:
-    """Yield the texts of table rows, without nulls and empty texts.
+def documents_of(rows: Rows, remarks: Remarks) -> Iterator[Document]:
+    """Yield the documents of table rows, without nulls and empty texts.
 
     An unpaired surrogate, which UTF-8 cannot encode, is replaced with U+FFFD.
 
     Args:
-        rows: location and text of each row; the text is None for a null.
+        rows: location and document of each row; the document is None for a null.
         remarks: counter of the rows that are left out or changed.
     """
-    for place, text in rows:
-        if text is None:
+    for place, document in rows:
+        text = None if document is None else text_of(document)
+        if document is None or text is None:
             remarks.leave_out("rows with null", place)
         elif not text or text.isspace():
             remarks.leave_out("empty documents", place)
         elif has_surrogates(text):
             remarks.change("documents with half a surrogate pair, which becomes U+FFFD", place)
-            yield SURROGATE.sub("\ufffd", text)
+            yield _without_surrogates(document)
         else:
-            yield text
+            yield document
+
+
+def _without_surrogates(document: Document) -> Document:
+    if isinstance(document, Dialogue):
+        return Dialogue(tuple((role, SURROGATE.sub("\ufffd", content)) for role, content in document.messages))
+    return SURROGATE.sub("\ufffd", document)
 
 
 def source_files(path: Path, remarks: Remarks) -> list[Path]:
@@ -164,7 +172,7 @@ def source_files(path: Path, remarks: Remarks) -> list[Path]:
     return files
 
 
-def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[str]:
+def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[Document]:
     if source.startswith("hub:"):
         name, config, split = [*source[4:].split(":"), "", ""][:3]
         data_set = {"path": name, "name": config or None, "split": split or "train"}
@@ -178,7 +186,7 @@ def _source_documents(source: str, column: str, remarks: Remarks) -> Iterator[st
 
 
 def _rows(path: Path, column: str) -> Rows:
-    """Yield the location and the text of each row of a table; a text file that is not a table is a single row."""
+    """Yield the location and the document of each row of a table; a text file that is not a table is a single row."""
     if (kind := table_kind(path)) is None:
         yield shown(path), read_text(path)
     else:
@@ -186,7 +194,7 @@ def _rows(path: Path, column: str) -> Rows:
 
 
 def _folder_rows(path: Path, column: str, remarks: Remarks) -> Rows:
-    """Yield the location and the text of each row of a file in a folder.
+    """Yield the location and the document of each row of a file in a folder.
 
     A file that does not hold documents, such as a binary file, yields no rows and is counted in ``remarks``.
     """

@@ -11,7 +11,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
@@ -29,14 +28,15 @@ from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from mhla_tasks.language.columns import MissingColumnError
 from mhla_tasks.language.corpus import Remarks, documents_of
-from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.dialogues import Document
+from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shuffle import shuffled
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
-from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
+from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
@@ -168,7 +168,8 @@ class HubText(TextData):
         split: name of the split to read.
         data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
-        column: name of the column that holds the text.
+        column: name of the column that holds the texts, or the dialogues: lists of messages with role and content, which become
+            text through the chat template of the tokenizer.
         batch_size: number of samples per batch, summed over all processes.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
@@ -233,12 +234,11 @@ class HubText(TextData):
             ValueError: if there are no documents to validate on.
         """
         remarks = Remarks()
-        texts = list(itertools.islice(self._texts(remarks), self.val_documents))
+        documents = list(itertools.islice(self._unshuffled(remarks), self.val_documents))
         remarks.report()
-        if not texts:
+        if not documents:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
-        tokens, starts = encode_documents(texts, self.tokenizer, self.control_tokens)
-        missing = MissingBytes(self.tokenizer)(texts, tokens, starts)
+        tokens, starts, missing = self._encoder(documents)
         runs = ArrayRuns(tokens, starts, "the first documents of the data set", missing)
         return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
 
@@ -247,18 +247,14 @@ class HubText(TextData):
         rank, world = process_share(self.trainer)
         rows_per_process = samples_each(self.batch_size, world)
         rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
-        table, count = token_bytes(self.tokenizer), MissingBytes(self.tokenizer)
-
-        def missing(text: str, document: np.ndarray) -> int:
-            return int(count([text], document, np.zeros(1, dtype=np.int64))[0])
+        table, encode = token_bytes(self.tokenizer), self._encoder.one
 
         def make(positions: Sequence[RowPosition]) -> PackedRows:
-            return PackedRows(
-                self._documents, self._encode, positions, rows, self.context, table, self.separate_documents,
-                missing,
-            )  # fmt: skip
+            return PackedRows(self._documents, encode, positions, rows, self.context, table, self.separate_documents)
 
-        next(self._texts(Remarks()), None)  # raise errors of a missing file or column here, not in the worker process
+        next(
+            self._unshuffled(Remarks()), None
+        )  # raise errors of a missing file or column here, not in the worker process
         self._stream = DocumentLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
         if self._trained_with is not None:
             self._stream.start_at(self._trained_with)
@@ -291,8 +287,8 @@ class HubText(TextData):
     def _data(self) -> StreamedDataSet:
         return StreamedDataSet(self.data_set, self.column)
 
-    def _texts(self, remarks: Remarks) -> Iterator[str]:
-        """Yield the text of each document once, in the order of the data set.
+    def _unshuffled(self, remarks: Remarks) -> Iterator[Document]:
+        """Yield each document once, in the order of the data set.
 
         The documents are in the table column that the option ``column`` names. Rows without text are left out. Unpaired
         surrogates, which UTF-8 cannot encode, are replaced with U+FFFD.
@@ -314,23 +310,24 @@ class HubText(TextData):
         except OSError as error:
             raise ShardUnavailableError(str(error)) from error
 
-    def _documents(self) -> Iterator[str]:
+    def _documents(self) -> Iterator[Document]:
         """Yield the training documents endlessly, in a different order in each epoch.
 
         Every call of this method yields the same sequence.
         """
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
-            trained = itertools.islice(self._texts(remarks), self.val_documents, None)
+            trained = itertools.islice(self._unshuffled(remarks), self.val_documents, None)
             none = True
-            for text in shuffled(trained, self.shuffle_buffer, self.seed + epoch):
+            for document in shuffled(trained, self.shuffle_buffer, self.seed + epoch):
                 none = False
-                yield text
+                yield document
             if none:
                 raise ValueError(f"the data set has no more than val_documents={self.val_documents} documents")
 
-    def _encode(self, text: str) -> np.ndarray:
-        return encode_documents([text], self.tokenizer, self.control_tokens)[0]
+    @cached_property
+    def _encoder(self) -> DocumentEncoder:
+        return DocumentEncoder(self.tokenizer, self.control_tokens)
 
 
 class TokenShards(TextData):

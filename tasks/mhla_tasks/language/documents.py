@@ -1,50 +1,101 @@
-"""Validation of texts, and encoding of documents as tokens."""
+"""Encoding of documents as tokens, with an exact count of the bytes of their text."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mhla_tasks.language.encoding import encode_texts
+from mhla_tasks.language.chat_template import ChatTemplate
+from mhla_tasks.language.dialogues import Dialogue, Document
+from mhla_tasks.language.encoding import control_tokens, encode_texts
+from mhla_tasks.language.tokenizer import token_bytes
 
 
-def check_text(value: Any, source: str) -> str:
-    """Return a value unchanged after checking that it is a string.
+class EncodedDocuments(NamedTuple):
+    """Tokens of documents, one after the other.
 
-    Args:
-        value: value to check.
-        source: location of the value, for the error message.
-
-    Raises:
-        ValueError: if the value is not a string.
+    Attributes:
+        tokens: token indices of all documents, ``[n]`` int64.
+        starts: index of the first token of each document, ``[documents]`` int64.
+        missing: length of each document's text in bytes minus the number of bytes that its tokens stand for, ``[documents]``
+            int64; negative if the tokens stand for more.
     """
-    if not isinstance(value, str):
-        raise ValueError(
-            f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose a different column"
-        )
-    return value
+
+    tokens: np.ndarray
+    starts: np.ndarray
+    missing: np.ndarray
 
 
-def encode_documents(
-    texts: list[str], tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False
-) -> tuple[np.ndarray, np.ndarray]:
-    """Encode documents, each with the special tokens that begin and end it, and concatenate their tokens.
+class DocumentEncoder:
+    """Callable that encodes documents.
+
+    A text gets the special tokens that begin and end it. A dialogue gets exactly the tokens of the chat template, as in
+    ``lightning chat``.
+
+    The missing bytes differ from 0 if the tokenizer changes a text before it splits it. A control token inside a document
+    counts as many bytes as its spelling has, so it adds nothing to the difference.
 
     Args:
-        texts: texts of the documents.
-        tokenizer: tokenizer with a special token for the beginning or the end of a text.
+        tokenizer: tokenizer with a special token for the beginning or the end of a text; for dialogues, with a chat template.
         read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
-
-    Returns:
-        Token indices of all documents, ``[n]`` int64, and index of the first token of each document, ``[documents]`` int64.
-
-    Raises:
-        ValueError: if the tokenizer has no such special token, or fails on a text.
+            In the messages of a dialogue it always remains text.
     """
-    encoded = [encode_document(ids, tokenizer) for ids in encode_texts(tokenizer, texts, read_control_tokens)]
-    return np.concatenate(encoded), np.cumsum([0, *map(len, encoded[:-1])], dtype=np.int64)
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False) -> None:
+        self.tokenizer, self.read_control_tokens = tokenizer, read_control_tokens
+        self.sizes = token_bytes(tokenizer)
+        for index, token in control_tokens(tokenizer).items():
+            self.sizes[index] = len(token.encode())
+        self._template = ChatTemplate(tokenizer)
+        self._rendered: dict[tuple[str, ...], str] = {}  # outputs of the chat template, which depend on the roles alone
+
+    def __call__(self, documents: Sequence[Document]) -> EncodedDocuments:
+        """Encode documents.
+
+        Args:
+            documents: texts and dialogues.
+
+        Raises:
+            ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
+                template for a dialogue.
+        """
+        plain = [document for document in documents if isinstance(document, str)]
+        encoded = iter(encode_texts(self.tokenizer, plain, self.read_control_tokens))
+        rows, missing = [], []
+        for document in documents:
+            if isinstance(document, Dialogue):
+                text, ids = self._dialogue(document)
+                rows.append(np.array(ids, dtype=np.int64))
+            else:
+                text, ids = document, next(encoded)
+                rows.append(encode_document(ids, self.tokenizer))
+            missing.append(len(text.encode()) - int(self.sizes[ids].sum()))
+        starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
+        return EncodedDocuments(np.concatenate(rows), starts, np.array(missing, dtype=np.int64))
+
+    def one(self, document: Document) -> tuple[np.ndarray, int]:
+        """Return the tokens of a single document, ``[n]`` int64, and its number of missing bytes."""
+        tokens, _, missing = self([document])
+        return tokens, int(missing[0])
+
+    def _dialogue(self, dialogue: Dialogue) -> tuple[str, list[int]]:
+        """Return the text and the tokens of a dialogue."""
+        if self.tokenizer.chat_template is None:
+            raise ValueError(
+                "the text is a dialogue, and the tokenizer has no chat template; use the tokenizer of a chat model, or make "
+                "one with lightning prepare tokenizer --chat"
+            )
+        roles, contents = zip(*dialogue.messages, strict=True)
+        if roles not in self._rendered:
+            self._rendered[roles] = self._template.render(roles)
+        rendered = self._rendered[roles]
+        ids = self._template.encode(rendered, contents)
+        if not ids:
+            raise ValueError(f"the chat template gives no text for the roles {', '.join(roles)}")
+        return self._template.fill(rendered, contents), ids
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -17,7 +17,7 @@ from lightning_mhla.data.lines import file_name
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.untrusted import reason
 from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, table_kind
-from mhla_tasks.language.documents import check_text
+from mhla_tasks.language.dialogues import as_document
 
 KINDS = {"json": "json", "parquet": "parquet", "csv": "csv", "text": "lines"}
 """File formats that can be used in place of a data set's name, and their kinds in :func:`read_column`."""
@@ -40,7 +40,7 @@ class StreamedDataSet:
             * ``name``: name of the data set's configuration.
             * ``split``: name of the split to read.
             * ``data_files``: files, glob patterns or URLs.
-        column: name of the column that holds the text.
+        column: name of the column that holds the texts or dialogues.
 
     Raises:
         FileNotFoundError: if the data set or a file does not exist.
@@ -53,7 +53,7 @@ class StreamedDataSet:
         self.files = local_files(data_set) if local else _hub_files(data_set)
 
     def rows(self) -> Rows:
-        """Yield the location and the text of each row, starting at the first row; the text is None for a null.
+        """Yield the location and the document of each row, starting at the first row; the document is None for a null.
 
         Raises:
             OSError: if a file or the network fails.
@@ -150,7 +150,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Yield the location and the text of each row of a data set, with the reader of the library ``datasets``."""
+    """Yield the location and the document of each row of a data set, with the reader of the library ``datasets``."""
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0
@@ -172,7 +172,7 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
             raise ValueError(f"{place} could not be read ({type(error).__name__}: {reason(error)})") from error
         if column not in row:
             raise MissingColumnError(f"{place} has no column {column!r}, only {sorted(row)}")
-        yield place, None if row[column] is None else check_text(row[column], place)
+        yield place, None if row[column] is None else as_document(row[column], place)
 
 
 def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:

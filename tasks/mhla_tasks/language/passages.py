@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
 from mhla_tasks.language.corpus import read_documents
+from mhla_tasks.language.dialogues import text_of
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
@@ -143,7 +144,8 @@ class TextPassages(ResumableDataModule):
         stage = "validate" if stage == "test" else stage
         if stage not in self._passages:
             location = self.sources[stage]
-            documents = read_documents([location] if isinstance(location, str) else location, self.column)
+            sources = [location] if isinstance(location, str) else location
+            documents = (text_of(document) for document in read_documents(sources, self.column))
             texts = [text for text in self._split(documents) if len(text) >= self.min_characters]
             if stage == "validate" and self.val_passages is not None and self.val_passages < len(texts):
                 chosen = np.random.default_rng(0).permutation(len(texts))[: self.val_passages]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,19 +17,20 @@ from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
 from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
-from mhla_tasks.language.documents import encode_documents
-from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
+from mhla_tasks.language.dialogues import Dialogue, Document, text_of
+from mhla_tasks.language.documents import DocumentEncoder
+from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TOKENS
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
 
 
-def text_runs(documents: Iterator[str], characters: int) -> Iterator[list[str]]:
+def text_runs(documents: Iterator[Document], characters: int) -> Iterator[list[Document]]:
     """Group consecutive documents into lists with at least ``characters`` characters each; the last list may have fewer."""
-    group: list[str] = []
+    group: list[Document] = []
     size = 0
     for document in documents:
         group.append(document)
-        size += len(document)
+        size += len(text_of(document))
         if size >= characters:
             yield group
             group, size = [], 0
@@ -60,31 +63,37 @@ def write_token_shards(
     Args:
         target: path of the folder to write to, created if missing.
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
-        tokenizer: tokenizer with a vocabulary of at most 2^32 tokens.
+        tokenizer: tokenizer with a vocabulary of at most 2^32 tokens; for dialogues, with a chat template.
         prefix: prefix of the file names.
-        column: name of the table column that holds the text.
+        column: name of the table column that holds the texts or dialogues.
         run_characters: approximate number of characters in a sample.
         runs_per_shard: number of samples in a shard.
         skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.
-        control_tokens: whether the spelling of a control token in a document, such as ``<|endoftext|>``, becomes that token.
+        control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
         force: whether to delete the shards of an earlier call first.
 
     Returns:
         Paths of all shards.
 
     Raises:
-        ValueError: if there is no text, or the folder holds shards with this prefix that were made with different options or
-            from files that have changed since.
+        ValueError: if there is no text, there are dialogues but no chat template, or the folder holds shards with this prefix
+            that were made with different options or from files that have changed since.
     """
     digest = fingerprint(tokenizer)
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
     options |= {"run_characters": run_characters, "runs_per_shard": runs_per_shard, "control_tokens": control_tokens}
     dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
+    documents = read_documents(sources, column)
+    first = next(documents, None)
+    if isinstance(first, Dialogue):
+        options["chat_template"] = _template_digest(tokenizer)
+    documents = itertools.chain(() if first is None else [first], documents)
+    documents = itertools.islice(documents, skip, None if limit is None else skip + limit)
     with Preparation(target, prefix, options, _origins(sources), force=force):
         _keep_tokenizer(target, tokenizer)
-        documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
         runs = text_runs(documents, run_characters)
+        encoder = DocumentEncoder(tokenizer, control_tokens)
 
         def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
             for number in itertools.count():
@@ -92,10 +101,7 @@ def write_token_shards(
                 if not shard:
                     return
                 keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
-                samples = (
-                    {"__key__": sample_key(key), **_encode(texts, tokenizer, dtype, control_tokens)}
-                    for key, texts in keyed
-                )
+                samples = ({"__key__": sample_key(key), **_encode(group, encoder, dtype)} for key, group in keyed)
                 yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
 
         paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
@@ -118,11 +124,15 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
     return origins
 
 
+def _template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+
+
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
-    A new chat template, which does not affect the shards, replaces the one of the saved tokenizer. If the subfolder holds a
-    different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
+    A new chat template, which does not affect shards of texts, replaces the one of the saved tokenizer. If the subfolder holds
+    a different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
     that is not used.
 
     Args:
@@ -145,10 +155,9 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             save_tokenizer(tokenizer, aside)
 
 
-def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, dtype: Any, control_tokens: bool) -> dict[str, bytes]:
-    tokens, starts = encode_documents(texts, tokenizer, control_tokens)
+def _encode(documents: list[Document], encoder: DocumentEncoder, dtype: Any) -> dict[str, bytes]:
+    tokens, starts, missing = encoder(documents)
     members = {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
-    missing = MissingBytes(tokenizer)(texts, tokens, starts)
-    if missing.any() or not counts_exactly(tokenizer):
+    if missing.any() or not counts_exactly(encoder.tokenizer):
         members[MISSING] = array_bytes(missing)
     return members

@@ -15,6 +15,7 @@ from lightning_mhla.data.lines import has_surrogates
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder
 from mhla_tasks.language.columns import read_column, table_kind
+from mhla_tasks.language.dialogues import Document
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,9 @@ class PromptFile:
         return {"prompt": self.prompts[index], "index": index}
 
 
-def _checked_prompt(prompt: str | None, place: str) -> str:
+def _checked_prompt(prompt: Document | None, place: str) -> str:
+    if not isinstance(prompt, str | None):
+        raise ValueError(f"{place} is a dialogue, not text; write the prompt as the chat template renders it")
     if not prompt:
         raise ValueError(f"{place} has an empty prompt")
     if has_surrogates(prompt):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 
+from mhla_tasks.language.dialogues import Document
 
-def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
+
+def shuffled(documents: Iterable[Document], size: int, seed: int) -> Iterator[Document]:
     """Iterate over documents in random order, with a shuffle buffer of ``size`` documents.
 
     Args:
@@ -18,7 +20,7 @@ def shuffled(documents: Iterable[str], size: int, seed: int) -> Iterator[str]:
         yield from documents
         return
     generator = random.Random(seed)
-    buffer: list[str] = []
+    buffer: list[Document] = []
     for document in documents:
         if len(buffer) < size:
             buffer.append(document)

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.files import beside, remove
-from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
 LEFT_OUT = {
@@ -99,7 +99,7 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     tokenizer = train_tokenizer(stages["train"], vocab_size)
     arrays: dict[str, Any] = {}
     for stage, documents in stages.items():
-        tokens, arrays[f"{stage}_starts"] = encode_documents(documents, tokenizer)
+        tokens, arrays[f"{stage}_starts"], _ = DocumentEncoder(tokenizer)(documents)
         arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = beside(folder)  # renamed when complete: several processes may prepare the same folder

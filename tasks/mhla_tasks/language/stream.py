@@ -18,10 +18,12 @@ from lightning import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mhla.data.module import batches_trained, process_share
+from mhla_tasks.language.dialogues import Document
 from mhla_tasks.language.text_bytes import spread
 
-Encode = Callable[[str], np.ndarray]
-"""Function that returns the tokens of a document, ``[n]`` int64."""
+Encode = Callable[[Document], tuple[np.ndarray, int]]
+"""Function that returns the tokens of a document, ``[n]`` int64, and its number of missing bytes: the length of its text in
+bytes minus the number of bytes that its tokens stand for."""
 
 KEPT = 64
 """Number of batches whose positions are remembered, more than a Trainer and its worker process prefetch."""
@@ -44,28 +46,24 @@ class PackedRows(IterableDataset):
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
-        encode: function that returns the tokens of a document.
+        encode: function that returns the tokens and the missing bytes of a document.
         positions: start position of each row of the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         context: number of tokens in a sample.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``.
         separate_documents: whether samples mark where documents begin.
-        missing: function that takes the text and the tokens of a document, and returns the length of the text in bytes minus
-            the number of bytes that the tokens stand for. None if the difference is always 0.
     """
 
     def __init__(
         self,
-        documents: Callable[[], Iterator[str]],
+        documents: Callable[[], Iterator[Document]],
         encode: Encode,
         positions: Sequence[RowPosition],
         rows: range,
         context: int,
         token_bytes: np.ndarray,
         separate_documents: bool,
-        missing: Callable[[str, np.ndarray], int] | None = None,
     ) -> None:
-        self.missing = missing
         self.documents, self.encode, self.positions, self.rows = documents, encode, list(positions), rows
         self.context, self.token_bytes, self.separate_documents = context, token_bytes, separate_documents
 
@@ -82,7 +80,7 @@ class PackedRows(IterableDataset):
         """
         number = len(self.positions)
         row_positions = {row: self.positions[row] for row in self.rows}
-        waiting: dict[int, list[tuple[int, str]]] = {row: [] for row in self.rows}
+        waiting: dict[int, list[tuple[int, Document]]] = {row: [] for row in self.rows}
         packs = {row: _Pack(position.used) for row, position in row_positions.items()}
         # The stream is read from its first document, so that its shuffle is the same; only documents in use are encoded.
         first = min(position.document for position in row_positions.values())
@@ -94,22 +92,21 @@ class PackedRows(IterableDataset):
             while all(self._filled(packs[row], waiting[row]) for row in self.rows):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
-    def _filled(self, pack: _Pack, waiting: list[tuple[int, str]]) -> bool:
+    def _filled(self, pack: _Pack, waiting: list[tuple[int, Document]]) -> bool:
         """Move documents of one batch row from ``waiting`` to ``pack`` until ``pack`` has enough tokens for a sample.
 
         Each document is encoded when it is moved. If ``waiting`` becomes empty first, ``pack`` has too few tokens.
 
         Args:
             pack: queue of the row's encoded documents, changed in place.
-            waiting: index in the stream and text of each of the row's documents that are not encoded yet, changed in place.
+            waiting: index in the stream and content of each of the row's documents that are not encoded yet, changed in place.
 
         Returns:
             Whether ``pack`` has the ``context + 1`` tokens of a sample.
         """
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
-            tokens = self.encode(document)
-            pack.add(index, tokens, 0 if self.missing is None else self.missing(document, tokens))
+            pack.add(index, *self.encode(document))
         return pack.size > self.context
 
     def _batch(self, parts: list[_Window]) -> dict[str, torch.Tensor]:

@@ -9,12 +9,10 @@ document, so that the sums are exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mhla_tasks.language.encoding import control_tokens, encode_texts
+from mhla_tasks.language.encoding import encode_texts
 from mhla_tasks.language.tokenizer import token_bytes
 
 SAMPLES = (
@@ -40,45 +38,6 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
     except ValueError:  # no token for a character
         return False
     return all(table[row].sum() == len(text.encode()) for text, row in zip(SAMPLES, rows, strict=True))
-
-
-class MissingBytes:
-    """Callable that counts the missing bytes of documents, which are bytes of the text that the tokens do not stand for.
-
-    Their number is the length of the text in bytes minus the sum of the byte counts of its tokens
-    (:func:`~mhla_tasks.language.tokenizer.token_bytes`). It differs from 0 if the tokenizer changes a text before splitting it,
-    and may be negative. A control token inside a document counts as many bytes as its spelling has, so it adds nothing to the
-    difference.
-
-    Args:
-        tokenizer: tokenizer of the documents.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
-        self.end = None if begin is None or begin == end else end
-        self.sizes = token_bytes(tokenizer)
-        for index, token in control_tokens(tokenizer).items():
-            self.sizes[index] = len(token.encode())
-
-    def __call__(self, texts: Sequence[str], tokens: np.ndarray, starts: np.ndarray) -> np.ndarray:
-        """Return the number of missing bytes of each document, ``[documents]`` int64.
-
-        The number is the length of the document's text in bytes minus the number of bytes that its tokens stand for. It may be
-        negative.
-
-        Args:
-            texts: texts of the documents.
-            tokens: token indices of all documents, one after the other, with their special tokens, ``[n]``.
-            starts: index of the first token of each document, ``[documents]``.
-        """
-        if not texts:
-            return np.zeros(0, dtype=np.int64)
-        sums = np.add.reduceat(self.sizes[tokens], starts)
-        sums -= self.sizes[tokens[starts]]  # the special tokens at both ends of a document are not in its text
-        if self.end is not None:
-            sums -= self.sizes[self.end]
-        return np.array([len(text.encode()) for text in texts], dtype=np.int64) - sums
 
 
 def spread(missing: int, count: int, position: int) -> int:

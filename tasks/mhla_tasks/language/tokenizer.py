@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from mhla_tasks.language.chat_template import CHATML, CHATML_TOKENS
 from mhla_tasks.language.encoding import control_tokens, encode_prompts
 from mhla_tasks.language.tokenizer_files import (
     PackedFiles,
@@ -43,25 +44,27 @@ SPACE_BYTES = ("<0X96>", "<0X81>")
 """Tokens of the last two of the three bytes of ▁, the sign for a space. The token of the first byte counts as the space."""
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer like GPT-2's, which can encode any text.
 
     Args:
         texts: texts to train on.
         vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
+        chat: whether the tokenizer has a chat template, in the format ChatML, with two more special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END, PAD],
+        special_tokens=[END, PAD, *(CHATML_TOKENS if chat else ())],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    options = {"chat_template": CHATML, "additional_special_tokens": list(CHATML_TOKENS)} if chat else {}
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, padding_side="left"
+        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=PAD, padding_side="left", **options
     )
 
 
@@ -73,7 +76,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
 
     Other tokenizers change a text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT),
     compose characters (NFKC) or replace unknown ones. For these tokenizers, the bytes of the letters in each token are counted.
-    :class:`mhla_tasks.language.text_bytes.MissingBytes` computes the difference from the length of a text.
+    :class:`mhla_tasks.language.documents.DocumentEncoder` computes the difference from the length of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())

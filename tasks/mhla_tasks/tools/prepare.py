@@ -182,6 +182,10 @@ def tokenizer(parser: ArgumentParser) -> Run:
 
     The command accepts the same sources as ``lightning prepare text``. The folder that it writes can be given to the option
     ``--tokenizer`` of that command, and transformers' AutoTokenizer loads it.
+
+    ``--chat`` adds the chat template ChatML, which ``lightning prepare text`` needs for dialogues, and ``lightning chat`` uses:
+
+        lightning prepare tokenizer tokenizer texts/ --chat
     """
     parser.add_argument("target", type=Path, help="folder for the tokenizer")
     parser.add_argument(
@@ -190,14 +194,17 @@ def tokenizer(parser: ArgumentParser) -> Run:
         help="text files, tables (.jsonl, .json, .csv, .tsv, .parquet), folders, hub:NAME[:CONFIG[:SPLIT]]",
     )
     parser.add_argument("--vocab_size", type=int, default=4096, help="number of tokens (default: 4096)")
-    parser.add_argument("--column", default="text", help="column of tables with the text (default: text)")
+    parser.add_argument("--column", default="text", help="column of tables with the texts or dialogues (default: text)")
+    parser.add_argument("--chat", action="store_true", help="add a chat template (default: none)")
 
     def run(args: Namespace) -> None:
         from lightning_mhla.system.files import rebuilt_folder
         from mhla_tasks.language.corpus import read_documents
+        from mhla_tasks.language.dialogues import text_of
         from mhla_tasks.language.tokenizer import save_tokenizer, train_tokenizer
 
-        trained = train_tokenizer(read_documents(args.sources, args.column), args.vocab_size)
+        texts = map(text_of, read_documents(args.sources, args.column))
+        trained = train_tokenizer(texts, args.vocab_size, args.chat)
         with rebuilt_folder(args.target) as aside:
             save_tokenizer(trained, aside)
         _say(f"{len(trained):,} tokens in {args.target}")
@@ -218,6 +225,9 @@ def text(parser: ArgumentParser) -> Run:
     * folder of text files and tables;
     * hub:NAME[:CONFIG[:SPLIT]], a data set on the Hugging Face Hub, which is streamed.
 
+    Where the column holds a list of messages with role and content, the document is a dialogue: the chat template of the
+    tokenizer turns it into text.
+
     Text is UTF-8, or UTF-16 or UTF-32 with a byte order mark. Rows without a text are skipped. In folders, the command also
     skips hidden and binary files, tables without the column, and files in a different encoding. It prints the number of skipped
     rows and files.
@@ -233,7 +243,7 @@ def text(parser: ArgumentParser) -> Run:
     )
     parser.add_argument("--tokenizer", required=True, help="folder with a tokenizer, or a model on the hub")
     parser.add_argument("--prefix", default="train", help="prefix of the shards' names (default: train)")
-    parser.add_argument("--column", default="text", help="column of tables with the text (default: text)")
+    parser.add_argument("--column", default="text", help="column of tables with the texts or dialogues (default: text)")
     parser.add_argument("--skip", type=int, default=0, help="number of documents to skip at the start (default: 0)")
     parser.add_argument("--limit", type=int, help="maximum number of documents (default: all)")
     parser.add_argument(
@@ -244,7 +254,7 @@ def text(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--control_tokens",
         action="store_true",
-        help="encode the text of a control token in a document, such as <|endoftext|>, as this token (default: as text)",
+        help="encode the spelling of a control token in a text, such as <|endoftext|>, as this token (default: as text)",
     )
 
     def run(args: Namespace) -> None:

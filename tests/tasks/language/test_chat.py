@@ -17,18 +17,15 @@ from typing import Any
 import pytest
 import torch
 from fork_server import ForkServer
-from mhla_tasks.language import MHLAConfig, MHLAForCausalLM, conversation
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM, chat_template
 from mhla_tasks.language.chat import Chat
+from mhla_tasks.language.chat_template import CHATML
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.tokenizer import train_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from lightning_mhla import AttentionConfig, swap_attention
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 TRIMMED = (
     "{{ '<|endoftext|>' }}{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
     "[{{ m.role | upper }}] {{ m.content | trim }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}\n{% endfor %}"
@@ -216,7 +213,7 @@ def test_a_conversation_longer_than_the_model_reads(capsys: pytest.CaptureFixtur
     ids=["nested", "repeated messages", "range"],
 )
 def test_a_template_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, template: str, message: str) -> None:
-    monkeypatch.setattr(conversation, "TEMPLATE_SECONDS", 0.3)
+    monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.3)
     with pytest.raises(ValueError, match=message):
         Conversation(make_tokenizer(template)).ask("hello")
 

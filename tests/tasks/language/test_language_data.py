@@ -13,6 +13,7 @@ import torch
 from lightning import Callback, Trainer
 from mhla_tasks.language import HubText, PythonSource, TokenShards
 from mhla_tasks.language.corpus import read_documents
+from mhla_tasks.language.dialogues import Document
 from mhla_tasks.language.documents import encode_document
 from mhla_tasks.language.prepare import write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
@@ -186,8 +187,8 @@ def rows_of(positions: list[RowPosition], rows: range, count: int, tokenizer: An
         while True:
             yield from TEXTS
 
-    def encode(text: str) -> np.ndarray:
-        return encode_document(tokenizer(text)["input_ids"], tokenizer)
+    def encode(text: Document) -> tuple[np.ndarray, int]:
+        return encode_document(tokenizer(text)["input_ids"], tokenizer), 0
 
     packed = iter(PackedRows(documents, encode, positions, rows, 32, token_bytes(tokenizer), separate_documents=True))
     return [next(packed) for _ in range(count)]

@@ -7,17 +7,16 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from lightning import Trainer
 from mhla_tasks.language import HubText, TokenShards
-from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.encoding import encode_texts
 from mhla_tasks.language.prepare import write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stream import PackedRows, RowPosition
-from mhla_tasks.language.text_bytes import MissingBytes, counts_exactly
+from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, ShardRuns
 from mhla_tasks.language.tokenizer import token_bytes
 from small import SENTENCES, small_model
@@ -80,8 +79,8 @@ def test_characters_split_over_tokens() -> None:
 def test_windows_have_the_bytes_of_their_text(kind: str, context: int) -> None:
     tokenizer = made(kind)
     texts = (TEXTS * 3)[:40]
-    tokens, starts = encode_documents(texts, tokenizer)
-    runs = ArrayRuns(tokens, starts, "text", MissingBytes(tokenizer)(texts, tokens, starts))
+    tokens, starts, missing = DocumentEncoder(tokenizer)(texts)
+    runs = ArrayRuns(tokens, starts, "text", missing)
     windows = TokenWindows(runs, context, token_bytes(tokenizer), separate_documents=False)
     found = sum(windows[index]["bytes"] for index in range(len(windows)))
     left = len(tokens) - 1 - len(windows) * context
@@ -96,25 +95,17 @@ def test_windows_have_the_bytes_of_their_text(kind: str, context: int) -> None:
 def test_streamed_rows_have_the_bytes_of_their_text(kind: str) -> None:
     """Whatever the context, and from any place that a run resumes at."""
     tokenizer, context, rows = made(kind), 9, 2
-    count, table = MissingBytes(tokenizer), token_bytes(tokenizer)
-
-    def missing(text: str, tokens: np.ndarray) -> int:
-        return int(count([text], tokens, np.zeros(1, dtype=np.int64))[0])
-
-    def encode(text: str) -> np.ndarray:
-        return encode_documents([text], tokenizer)[0]
+    encoder, table = DocumentEncoder(tokenizer), token_bytes(tokenizer)
 
     def read(positions: list[RowPosition], batches: int) -> list[Any]:
-        packed = PackedRows(
-            lambda: iter(TEXTS * 20), encode, positions, range(rows), context, table, False, missing=missing
-        )
+        packed = PackedRows(lambda: iter(TEXTS * 20), encoder.one, positions, range(rows), context, table, False)
         return [batch for batch, _ in zip(packed, range(batches), strict=False)]
 
     batches = read([RowPosition(row, 0) for row in range(rows)], 30)
     for row in range(rows):
         texts = (TEXTS * 20)[row::rows]
-        tokens, starts = encode_documents(texts, tokenizer)
-        runs = ArrayRuns(tokens, starts, "text", count(texts, tokens, starts))
+        tokens, starts, missing = encoder(texts)
+        runs = ArrayRuns(tokens, starts, "text", missing)
         windows = TokenWindows(runs, context, table, separate_documents=False)
         assert [int(batch["bytes"][row]) for batch in batches] == [windows[index]["bytes"] for index in range(30)]
     position = [RowPosition(*place) for place in batches[10]["position"].tolist()]
@@ -129,7 +120,7 @@ def test_bits_per_byte_of_prepared_shards_are_those_of_the_text(kind: str, tmp_p
     texts = [text for text in TEXTS if text.strip()]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (shard,) = write_token_shards(tmp_path / "out", [str(tmp_path / "rows.jsonl")], tokenizer)
-    tokens, _ = encode_documents(texts, tokenizer)
+    tokens = DocumentEncoder(tokenizer)(texts).tokens
     context = len(tokens) - 1
     data = TokenShards(str(shard), str(shard), batch_size=1, context=context, num_workers=0, seed=0)
     model = small_model(vocab_size=max(400, len(tokenizer)), context=context)

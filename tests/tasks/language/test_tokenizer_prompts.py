@@ -10,7 +10,7 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 from mhla_tasks.language import HubText
-from mhla_tasks.language.documents import encode_documents
+from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.encoding import begin_tokens, control_tokens, encode_prompts, encode_texts
 from mhla_tasks.language.evaluation.lm import MHLALM
 from mhla_tasks.language.export import export
@@ -188,7 +188,7 @@ def test_control_tokens_in_a_text_stay_text(kind: str) -> None:
     text = "The river" + "".join(f" {token} town{token}" for token in control.values())
     (row,) = encode_texts(tokenizer, [text])
     assert control.keys().isdisjoint(row)
-    tokens, starts = encode_documents([text, "town"], tokenizer)
+    tokens, starts, _ = DocumentEncoder(tokenizer)([text, "town"])
     assert control.keys().isdisjoint(tokens[1 : starts[1] - 1].tolist())
     assert control.keys().isdisjoint(encode_prompts(tokenizer, [text])[0][len(begin_tokens(tokenizer)) :])
     lossy = ("wordpiece", "words", "unigram")
@@ -257,7 +257,7 @@ def test_streamed_text_reads_control_tokens_only_where_asked(asked: bool, tmp_pa
     )  # fmt: skip
     tokens = data.windows("validate").runs.read(0, 0, 1000)[0]
     assert (tokens == 0).sum() == (4 if asked else 2)
-    streamed = data._encode(rows[0]["text"])
+    streamed = data._encoder.one(rows[0]["text"])[0]
     assert (streamed == 0).sum() == (2 if asked else 1)
 
 
