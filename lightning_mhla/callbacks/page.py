@@ -144,7 +144,12 @@ def _attention(record: Mapping[str, Any]) -> str:
 
 def _training(record: Mapping[str, Any]) -> str:
     rate, size = record.get("lr"), record.get("batch_size")
-    parts = [f"peak learning rate {rate:g}" if rate is not None else "", f"batch size {size:,}" if size else ""]
+    start = record.get("pretrained")
+    parts = [
+        f"started from {start}" if start else "",
+        f"peak learning rate {rate:g}" if rate is not None else "",
+        f"batch size {size:,}" if size else "",
+    ]
     return ", ".join(part for part in parts if part)
 
 

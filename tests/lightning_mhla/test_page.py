@@ -48,7 +48,8 @@ class Reader(HTMLParser):
 def record(**changes: Any) -> dict[str, Any]:
     content = {
         "finished": False, "steps": 1200, "seconds": 61.4, "parameters": 1_000_000, "trained_parameters": 10, "processes": 2,
-        "model": "Model<i>", "network": "", "data": "Photos", "data_options": {"train": "photos/<u>"}, "lr": 0.002,
+        "model": "Model<i>", "network": "", "data": "Photos", "data_options": {"train": "photos/<u>"}, "pretrained": "runs/<b>",
+        "lr": 0.002,
         "batch_size": 64, "hardware": "CPU", "precision": "32-true", "usage": {"Ask it": "lightning ask {run} {folder}"},
         "attention": [{"kind": "mhla", "options": {"lepe": 3}, "layers": 4}, {"kind": "softmax", "options": {}, "layers": 1}],
         "skipped": [], "matching_steps": 0, "original": {},
@@ -102,6 +103,7 @@ def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: py
                   "lightning fit --run_dir 'runs/<script>'", "<script>alert(2)</script> & more", "torch 2.15",
                   "mixing, step 200", "Look at <em>this</em>.", "broken.png is not a picture", "No <em> today.",
                   "Photos (train=photos/<u>)", "mhla (lepe=3) in 4 layers; softmax in 1 layer", "peak learning rate 0.002",
+                  "started from runs/<b>",
                   "1,000,000 parameters, 10 of them trained", "best 0.25 at step 600; lower is better"):  # fmt: skip
         assert words in text, words
     assert "step 100" not in text, "only the newest picture of a series"

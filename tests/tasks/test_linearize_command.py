@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -52,6 +53,21 @@ def linearize(*words: str) -> str:
     return done.stderr
 
 
+def use(page: str, folder: Path, ending: str) -> str:
+    """Run the code that the report gives, followed by ``ending``, in a new process; return what it prints."""
+    code = html.unescape(page.partition("Use it</h2><pre>")[2].partition("</pre>")[0])
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{ending}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> MiniTexts:
     return MiniTexts(tmp_path_factory.mktemp("texts"))
@@ -75,6 +91,7 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
     assert str(tmp_path) not in page, "the page is to be shown to others"
     model = load_swapped(tmp_path / "out")
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
+    assert use(page, tmp_path, "assert tokens.shape[1] > 10").startswith("The river")
     again = linearize(*words, "--steps", "4", "4", "--block_size=16")
     assert "matching" not in again, "all steps are complete"
     other = subprocess.run(
@@ -98,6 +115,12 @@ def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
     assert results["original"]["val/cosine"] == pytest.approx(1, abs=1e-5)
     assert results["swapped"]["val/cosine"] < 0.9999
     assert results["tuning"]["metrics"]["val/loss"] < results["swapped"]["val/loss"]
+    ending = (  # the longer text, which is not padded: this tokenizer pads on the left, and BERT counts positions from there
+        "import torch\n"
+        "alone = model(**tokenizer('Another text.', return_tensors='pt')).last_hidden_state.mean(1)\n"
+        "print(tuple(embeddings.shape), torch.allclose(embeddings[1:], alone, atol=1e-5))"
+    )
+    assert use((tmp_path / "out-work/report.html").read_text(), tmp_path, ending) == "(2, 32) True\n"
 
 
 def test_an_image_encoder(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ class Conversation:
         system: text of the system message; None for no system message.
 
     Raises:
-        ValueError: if there is a system message but no chat template, or the template rejects the message.
+        ValueError: if there is a system message but no chat template, or the template rejects or ignores the message.
 
     Attributes:
         ids: token indices of the conversation so far.
@@ -41,6 +41,8 @@ class Conversation:
         self._rendered = ""
         if system is not None:
             self._append("system", system)
+            if placeholder(0) not in self._template.render(["system", "user"]):
+                raise ValueError("the chat template ignores system messages; write it into the first message")
         self.stops = self._template.reply_ends(self.roles) if self.has_template else set()
 
     def ask(self, text: str) -> list[int]:

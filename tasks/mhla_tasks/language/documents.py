@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from mhla_tasks.language.chat_template import ChatTemplate
+from mhla_tasks.language.chat_template import ChatTemplate, placeholder
 from mhla_tasks.language.dialogues import Dialogue, Document
 from mhla_tasks.language.encoding import control_tokens, encode_texts
 from mhla_tasks.language.tokenizer import token_bytes
@@ -60,7 +60,7 @@ class DocumentEncoder:
 
         Raises:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
-                template for a dialogue.
+                template for a dialogue, or the template leaves out a message.
         """
         plain = [document for document in documents if isinstance(document, str)]
         encoded = iter(encode_texts(self.tokenizer, plain, self.read_control_tokens))
@@ -90,11 +90,16 @@ class DocumentEncoder:
             )
         roles, contents = zip(*dialogue.messages, strict=True)
         if roles not in self._rendered:
-            self._rendered[roles] = self._template.render(roles)
+            rendered = self._template.render(roles)
+            for number, role in enumerate(roles):
+                if placeholder(number) not in rendered:
+                    raise ValueError(
+                        f"the chat template leaves out message {number + 1} ({role}) of {len(roles)}; use a different "
+                        "template, or remove such messages"
+                    )
+            self._rendered[roles] = rendered
         rendered = self._rendered[roles]
         ids = self._template.encode(rendered, contents)
-        if not ids:
-            raise ValueError(f"the chat template gives no text for the roles {', '.join(roles)}")
         return self._template.fill(rendered, contents), ids
 
 

@@ -196,6 +196,32 @@ def test_dialogues_need_a_chat_template(tmp_path: Path) -> None:
         write_token_shards(tmp_path / "shards", [write_jsonl(tmp_path)], tokenizer, column="messages")
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}{% endif %}{% endfor %}",
+            r"message 1 \(system\) of 5",
+        ),
+        ("{{ messages[-1].content }}", r"message 1 \(system\) of 5"),
+        ("{% for m in messages[:3] %}{{ m.content }}{% endfor %}", r"message 4 \(user\) of 5"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template rejects the messages: roles must alternate",
+        ),
+    ],
+)
+def test_a_template_drops_no_message_silently(template: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DocumentEncoder(chat_tokenizer(template))([Dialogue(tuple(TURNS[1]))])
+
+
+def test_a_system_message_that_the_template_ignores_is_an_error() -> None:
+    template = "{% for m in messages %}{% if m.role != 'system' %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+    with pytest.raises(ValueError, match="the chat template ignores system messages"):
+        Conversation(chat_tokenizer(template), "Answer in one word.")
+
+
 def test_shards_of_another_template_are_not_continued(tmp_path: Path) -> None:
     source = write_jsonl(tmp_path)
     write_token_shards(tmp_path / "shards", [source], chat_tokenizer(), column="messages")

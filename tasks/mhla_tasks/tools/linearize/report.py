@@ -26,6 +26,19 @@ from transformers import {class_name}{tokenizer}
 model = {class_name}.from_pretrained("{folder}", trust_remote_code=True)"""
 """Template of the Python code that loads an exported transformers model."""
 
+USE_TEXT_ENCODER = """
+
+rows = tokenizer(["A text.", "Another text."], padding=True, return_tensors="pt")
+vectors, mask = model(**rows).last_hidden_state, rows["attention_mask"].unsqueeze(-1)
+embeddings = (vectors * mask).sum(1) / mask.sum(1)  # means of the token vectors"""
+"""Python code that computes embeddings of texts. The comparison with the original uses the same mean."""
+
+USE_LANGUAGE_MODEL = """
+
+tokens = model.generate(**tokenizer("The river", return_tensors="pt"), max_new_tokens=20)
+print(tokenizer.decode(tokens[0]))"""
+"""Python code that continues a text."""
+
 LOADING_TIMM = """\
 from lightning_mhla import load_swapped
 from timm.data import create_transform, resolve_data_config
@@ -106,7 +119,8 @@ def loading_code(source: PretrainedSource, folder: str, length: int) -> str:
     if source.domain == "image":
         return LOADING.format(class_name=class_name, tokenizer="", folder=folder)
     tokenizer = f'\ntokenizer = AutoTokenizer.from_pretrained("{folder}", trust_remote_code=True)'
-    return LOADING.format(class_name=class_name, tokenizer=", AutoTokenizer", folder=folder) + tokenizer
+    use = USE_LANGUAGE_MODEL if source.domain == "language" else USE_TEXT_ENCODER
+    return LOADING.format(class_name=class_name, tokenizer=", AutoTokenizer", folder=folder) + tokenizer + use
 
 
 def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) -> str:
