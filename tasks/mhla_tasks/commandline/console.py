@@ -100,6 +100,7 @@ def ignore_noise() -> None:
     """Suppress a fixed list of library warnings that do not help the user."""
     for noise in NOISE:
         warnings.filterwarnings("ignore", message=noise)
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # warns about classes that torchao registers
 
 
 def show_log(stream: TextIO) -> None:

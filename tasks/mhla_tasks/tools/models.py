@@ -115,7 +115,10 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument("--train", nargs="+", required=True, help="files or folders of training data")
     parser.add_argument("--val", nargs="+", required=True, help="files or folders of held-out data")
     parser.add_argument(
-        "--budget", type=_seconds, default=1800.0, help="training time, such as 30m or 2h (default: 30m)"
+        "--budget",
+        type=_seconds,
+        default=1800.0,
+        help="time of the training steps, such as 30m or 2h; validation and measurements take longer (default: 30m)",
     )
     parser.add_argument("--steps", type=int, nargs=2, metavar="N", help="steps of the two runs, in place of --budget")
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers that keep softmax (default: 0.25)")
