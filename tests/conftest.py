@@ -16,12 +16,13 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start: their threads would compete for the cores
 
 import pytest
 import torch
 from fork_server import ForkServer
 
-torch.set_num_threads(1)  # workers would compete for cores, and sums must equal those of child processes
+torch.set_num_threads(1)  # the sums of a test must equal those of the programs that it starts
 for name, start in {"HF_HOME": "hugging-face-", "MHLA_CACHE": "mhla-"}.items():
     if name not in os.environ:  # workers inherit it from the process that starts them
         os.environ[name] = tempfile.mkdtemp(prefix=start)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fork_server import ForkServer
 from PIL import Image
 from test_encoders import MiniTexts, small_bert
 
@@ -47,10 +48,10 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "mhla_tasks", "linearize", *words]
 
 
-def linearize(*words: str) -> str:
-    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stderr
+def linearize(server: ForkServer, *words: str) -> str:
+    status, said = server.run("linearize", *words, module="mhla_tasks")
+    assert status == 0, said[-3000:]
+    return said
 
 
 def use(page: str, folder: Path, ending: str) -> str:
@@ -76,10 +77,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> MiniTexts:
 OPTIONS = ["--length=64", "--batch_size=4", "--val_batches=2", "--accelerator=cpu", "--keep=0.5"]
 
 
-def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path: Path) -> None:
+def test_a_language_model_and_the_same_options_again(texts: MiniTexts, server: ForkServer, tmp_path: Path) -> None:
     source = small_llama(tmp_path / "llama", texts)
     words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    said = linearize(*words, "--steps", "4", "4", "--block_size=16")
+    said = linearize(server, *words, "--steps", "4", "4", "--block_size=16")
     assert "val/perplexity" in said
     assert "report:" in said
     work = tmp_path / "out-work"
@@ -92,22 +93,20 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, tmp_path:
     model = load_swapped(tmp_path / "out")
     assert model.generate(torch.tensor([[5, 6]]), max_new_tokens=3).shape == (1, 5)
     assert use(page, tmp_path, "assert tokens.shape[1] > 10").startswith("The river")
-    again = linearize(*words, "--steps", "4", "4", "--block_size=16")
+    again = linearize(server, *words, "--steps", "4", "4", "--block_size=16")
     assert "matching" not in again, "all steps are complete"
-    other = subprocess.run(
-        command(*words, "--steps", "5", "4"), capture_output=True, text=True, check=False, timeout=280
-    )
-    assert other.returncode == 1
+    status, said = server.run("linearize", *words, "--steps", "5", "4", module="mhla_tasks")
+    assert status == 1
     message = (
         "out-work was begun with --steps=4 4, not 5 4; --block_size=16, not 128. Continue with the same options, or"
     )
-    assert message in other.stderr
+    assert message in said
 
 
-def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
+def test_a_text_encoder_with_a_budget(texts: MiniTexts, server: ForkServer, tmp_path: Path) -> None:
     source = small_bert(tmp_path / "bert", texts.tokenizer)
     words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    linearize(*words, "--budget=2s", "--block_size=8")  # eight blocks, of which three are near
+    linearize(server, *words, "--budget=2s", "--block_size=8")  # eight blocks, of which three are near
     plan = json.loads((tmp_path / "out-work/plan.json").read_text())
     assert all(steps >= 4 for steps in plan["steps"])
     assert all(seconds > 0 for seconds in plan["seconds_per_step"])
@@ -123,7 +122,7 @@ def test_a_text_encoder_with_a_budget(texts: MiniTexts, tmp_path: Path) -> None:
     assert use((tmp_path / "out-work/report.html").read_text(), tmp_path, ending) == "(2, 32) True\n"
 
 
-def test_an_image_encoder(tmp_path: Path) -> None:
+def test_an_image_encoder(server: ForkServer, tmp_path: Path) -> None:
     source = small_dino(tmp_path / "dino")
     for stage, count in (("train", 8), ("val", 4)):
         folder = tmp_path / "photos" / stage / "photo"
@@ -133,8 +132,7 @@ def test_an_image_encoder(tmp_path: Path) -> None:
             pixels = torch.randint(256, (60, 70, 3), dtype=torch.uint8, generator=generator)
             Image.fromarray(pixels.numpy()).save(folder / f"{number}.png")
     photos = tmp_path / "photos"
-    linearize(
-        str(source), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"), "--steps", "4", "4",
+    linearize(server, str(source), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"), "--steps", "4", "4",
         "--length=56", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", "--keep=0", "--block_size=4",
     )  # fmt: skip
     program = (
@@ -149,11 +147,11 @@ def test_an_image_encoder(tmp_path: Path) -> None:
 
 
 def test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_exported(
-    texts: MiniTexts, tmp_path: Path
+    texts: MiniTexts, server: ForkServer, tmp_path: Path
 ) -> None:
     source = small_bert(tmp_path / "bert", texts.tokenizer)
     words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    said = linearize(*words, "--steps", "4", "8", "--block_size=8", "--keep=0", "--tune_lr=0.3")
+    said = linearize(server, *words, "--steps", "4", "8", "--block_size=8", "--keep=0", "--tune_lr=0.3")
     assert "the second run made the model worse: val/cosine" in said
     results = json.loads((tmp_path / "out-work/results.json").read_text())
     curve = [value for _, value in results["tuning"]["curves"]["val/cosine"]]
@@ -186,21 +184,28 @@ def training_process(command_number: int, folder: Path) -> int | None:
     return None
 
 
+@pytest.fixture(scope="module")
+def long_run(
+    texts: MiniTexts, server: ForkServer, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], dict[str, torch.Tensor]]:
+    """Source and options of a command that runs long enough to be stopped, and the weights of the undisturbed run."""
+    folder = tmp_path_factory.mktemp("long-run")
+    source = small_bert(folder / "bert", texts.tokenizer)
+    options = ["--train", str(texts.train), "--val", str(texts.val), *OPTIONS, "--steps", "6", str(STEPS)]
+    linearize(server, str(source), str(folder / "out"), *options)
+    return [str(source), *options], load_swapped(folder / "out").state_dict()
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_killed_and_called_again_it_ends_with_the_same_weights(
-    number: signal.Signals, texts: MiniTexts, tmp_path: Path
+    number: signal.Signals, long_run: tuple[list[str], dict[str, torch.Tensor]], server: ForkServer, tmp_path: Path
 ) -> None:
     """SIGTERM goes to the command, and SIGKILL to the process that trains, as if the system had no memory left."""
-    source = small_bert(tmp_path / "bert", texts.tokenizer)
-
-    def words(name: str) -> list[str]:
-        data = ["--train", str(texts.train), "--val", str(texts.val)]
-        return [str(source), str(tmp_path / name), *data, *OPTIONS, "--steps", "6", str(STEPS)]
-
-    linearize(*words("undisturbed"))
+    (source, *options), undisturbed = long_run
+    words = [source, str(tmp_path / "killed"), *options]
     log = tmp_path / "log"
     with log.open("wb") as stream:
-        process = subprocess.Popen(command(*words("killed")), stderr=stream, stdout=stream)
+        process = subprocess.Popen(command(*words), stderr=stream, stdout=stream)
     work = tmp_path / "killed-work" / "tuning"
     trainer = None
     while process.poll() is None and (trainer is None or not any(work.glob("checkpoints/*.ckpt"))):
@@ -216,9 +221,9 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(
     assert f"{ending}; the same command continues here" in said
     advice = "to need less memory, use a smaller --batch_size or --length with a different --work"
     assert (advice in said) == (number == signal.SIGKILL)
-    linearize(*words("killed"))
-    one, other = (load_swapped(tmp_path / name).state_dict() for name in ("undisturbed", "killed"))
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    linearize(server, *words)
+    weights = load_swapped(tmp_path / "killed").state_dict()
+    assert all(torch.equal(weights[name], undisturbed[name]) for name in undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -236,8 +241,8 @@ def test_killed_and_called_again_it_ends_with_the_same_weights(
         (["x", "out", "--train", "a", "--val", "b", "--budget=5"], "'5' is not a time such as 90s, 30m or 2h"),
     ],
 )
-def test_mistakes_are_one_line(words: list[str], message: str, tmp_path: Path) -> None:
-    done = subprocess.run(command(*words), capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path)
-    assert done.returncode in (1, 2)
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_one_line(words: list[str], message: str, server: ForkServer, tmp_path: Path) -> None:
+    status, said = server.run("linearize", *words, module="mhla_tasks", folder=tmp_path)
+    assert status in (1, 2)
+    assert message in said
+    assert "Traceback" not in said

@@ -15,6 +15,7 @@ import pytest
 import timm
 import torch
 import yaml
+from fork_server import ForkServer
 from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.encoder import LinearizedImageEncoder
@@ -58,10 +59,6 @@ def save_photos(folder: Path) -> Path:
             pixels = torch.randint(256, (60, 70, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(number))
             Image.fromarray(pixels.numpy()).save(folder / stage / "photo" / f"{number}.png")
     return folder
-
-
-def command(*words: str) -> list[str]:
-    return [sys.executable, "-m", "mhla_tasks", "linearize", *words]
 
 
 def change_config(folder: Path, **entries: Any) -> None:
@@ -215,23 +212,20 @@ def test_the_code_of_the_report_computes_the_trained_embedding(
     ids=["classifier", "distilled, larger images"],
 )
 def test_from_a_folder_to_an_export_in_another_process(
-    kind: str, bin_file: bool, keep: str, length: int | None, tmp_path: Path
+    kind: str, bin_file: bool, keep: str, length: int | None, server: ForkServer, tmp_path: Path
 ) -> None:
     name, options = MODELS[kind]
     if length is not None:
         options = {**options, "pretrained_cfg_overlay": {"crop_mode": "squash"}}
     original, photos = save_encoder(tmp_path / "vit", name, bin_file, **options), save_photos(tmp_path / "photos")
-    done = subprocess.run(
-        command(
-            str(tmp_path / "vit"), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"),
-            "--steps", "4", "4", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", f"--keep={keep}",
-            *([] if length is None else [f"--length={length}"]),
-        ),
-        capture_output=True, text=True, check=False, timeout=280,
+    status, said = server.run(
+        "linearize", str(tmp_path / "vit"), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"),
+        "--steps", "4", "4", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", f"--keep={keep}",
+        *([] if length is None else [f"--length={length}"]), module="mhla_tasks",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert status == 0, said[-3000:]
     warning = "warning: held-out images are resized with crop_mode=center in place of timm's squash\n"
-    assert done.stderr.count(warning) == (length is not None)
+    assert said.count(warning) == (length is not None)
     work = tmp_path / "out-work"
     data = yaml.safe_load((work / "tuning.yaml").read_text())["data"]["init_args"]
     saved = json.loads((tmp_path / "vit/config.json").read_text())
@@ -483,7 +477,7 @@ def test_weights_are_the_files_that_timm_reads(file: str, is_read: bool, tmp_pat
     ],
     ids=str,
 )
-def test_what_is_not_supported_is_one_line(words: str, message: str, tmp_path: Path) -> None:
+def test_what_is_not_supported_is_one_line(words: str, message: str, server: ForkServer, tmp_path: Path) -> None:
     source, *options = words.split()
     save_encoder(tmp_path / "vit", VIT, num_classes=0)
     save_photos(tmp_path / "photos")
@@ -496,15 +490,13 @@ def test_what_is_not_supported_is_one_line(words: str, message: str, tmp_path: P
             (tmp_path / name / "model.safetensors").write_bytes(b"no weights")
     if source == "resnet":
         save_for_hf(timm.create_model("resnet10t"), str(tmp_path / "resnet"), safe_serialization=True)
-    done = subprocess.run(
-        command(
-            source, "out", "--train", "photos/train", "--val", "photos/val", "--steps", "4", "4", "--accelerator=cpu", *options
-        ),
-        capture_output=True, text=True, check=False, timeout=120, cwd=tmp_path, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    status, said = server.run(
+        "linearize", source, "out", "--train", "photos/train", "--val", "photos/val", "--steps", "4", "4", "--accelerator=cpu",
+        *options, module="mhla_tasks", folder=tmp_path, HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    assert done.returncode == 1, done.stderr[-2000:]
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+    assert status == 1, said[-2000:]
+    assert message in said
+    assert "Traceback" not in said
     assert (tmp_path / "out-work").exists() == (source == "broken"), (
         "weights are read after the working folder is begun"
     )
