@@ -32,12 +32,12 @@ __all__ = ["RECORD", "RunReport", "versions"]
 class RunReport(Callback):
     """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
-    After every validation, the callback also writes two files to the folder of the run. ``run.json`` holds the validation
-    metrics by step, the best value of the metric that selects checkpoints, the number of steps, the total training time in
-    seconds (including the time before a resume), the parameter counts, what was trained on which machine, what the run skipped,
-    and the versions of libraries. ``lightning compare`` reads this file. ``report.html`` is a web page that says what was
-    trained, how good it is, and which command comes next: resuming the run, or using its model if it is finished. Samples,
-    results by class, curves and pictures follow.
+    After every validation, and when a signal stops the run, the callback also writes two files to the folder of the run.
+    ``run.json`` holds the validation metrics by step, the best value of the metric that selects checkpoints, the number of
+    steps, the total training time in seconds (including the time before a resume), the parameter counts, what was trained on
+    which machine, what the run skipped, and the versions of libraries. ``lightning compare`` reads this file. ``report.html`` is
+    a web page that says what was trained, how good it is, and which command comes next: resuming the run, or using its model if
+    it is finished. Samples, results by class, curves and pictures follow.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
@@ -77,6 +77,14 @@ class RunReport(Callback):
             return
         self.points.note_logged(trainer, "val/")
         self._write(trainer, pl_module, finished=False)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Write ``run.json`` and ``report.html`` if a signal or Ctrl-C stops the run.
+
+        After errors nothing is written: a full disk, for example, would only lead to a second error.
+        """
+        if isinstance(exception, SystemExit | KeyboardInterrupt) and trainer.state.fn == "fit":
+            self._write(trainer, pl_module, finished=False)
 
     def _seconds(self) -> float:
         return self._before + time.monotonic() - self._start

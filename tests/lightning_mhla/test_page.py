@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from lightning import LightningDataModule, Trainer
+from lightning import Callback, LightningDataModule, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from PIL import Image
@@ -30,6 +30,7 @@ from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import original_scores
 from lightning_mhla.callbacks.page import LONGEST, duration, fenced, write_page
 from lightning_mhla.callbacks.points import draw_curves, separate_stages
+from lightning_mhla.callbacks.recovery import RunStopped
 
 
 class Reader(HTMLParser):
@@ -421,6 +422,36 @@ def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
     assert content["data_options"] == {"source.path": "https://***@example.org/x.tar?***", "password": "***"}
     assert content["batch_size"] == 3
     assert "secret" not in text
+
+
+class StopsAt(Callback):
+    """Callback that stops a run after a number of steps."""
+
+    def __init__(self, steps: int, error: BaseException) -> None:
+        self.steps, self.error = steps, error
+
+    def on_train_batch_end(self, trainer: Trainer, *arguments: Any) -> None:
+        if trainer.global_step == self.steps:
+            raise self.error
+
+
+@pytest.mark.parametrize(
+    ("error", "written"), [(RunStopped(), True), (KeyboardInterrupt(), True), (OSError("disk full"), False)], ids=repr
+)
+@pytest.mark.parametrize("steps", [1, 3])
+def test_the_report_of_a_stopped_run_is_of_its_last_step(
+    steps: int, error: BaseException, written: bool, tmp_path: Path
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=3, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport(), StopsAt(steps, error)],
+    )  # fmt: skip
+    with pytest.raises((SystemExit, KeyboardInterrupt, OSError)):
+        trainer.fit(Measured(), Numbers(Source("x.tar")))
+    file = Path(str(trainer.log_dir)) / "run.json"
+    content = json.loads(file.read_text()) if file.exists() else {"steps": None}
+    assert content["steps"] == (steps if written else 2 if steps == 3 else None)
+    assert not content.get("finished")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3725, "1 h 02 min")])
