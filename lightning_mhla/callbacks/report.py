@@ -35,9 +35,9 @@ class RunReport(Callback):
     After every validation, and when a signal stops the run, the callback also writes two files to the folder of the run.
     ``run.json`` holds the validation metrics by step, the best value of the metric that selects checkpoints, the number of
     steps, the total training time in seconds (including the time before a resume), the parameter counts, what was trained on
-    which machine, what the run skipped, and the versions of libraries. ``lightning compare`` reads this file. ``report.html`` is
-    a web page that says what was trained, how good it is, and which command comes next: resuming the run, or using its model if
-    it is finished. Samples, results by class, curves and pictures follow.
+    which machine, what the run skipped, and the versions of libraries. ``lightning compare`` reads this file. ``report.html``
+    is a web page that says what was trained, how good it is, and which command comes next: resuming the run, or using its model
+    if it is finished. Samples, results by class, curves and pictures follow.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
