@@ -38,9 +38,8 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     Returns:
         Dict with ``model`` and ``data`` (class names), ``data_options`` (options of the data module that differ from their
         defaults, without secrets), ``attention`` (list of kinds, each with the number of layers and the options that differ
-        from their defaults), ``network`` (class of the network), ``pretrained`` (weights that the model started from, or None),
-        ``lr`` (peak learning rate or None), ``batch_size``, ``hardware``, ``precision`` and ``usage`` (commands that use the
-        model, by purpose).
+        from their defaults), ``network`` (class of the network), ``lr`` (peak learning rate or None), ``batch_size``,
+        ``hardware``, ``precision`` and ``usage`` (commands that use the model, by purpose).
     """
     data = getattr(trainer, "datamodule", None)
     network = getattr(module, "network", None)
@@ -51,7 +50,6 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "data": type(data).__name__ if data is not None else "",
         "data_options": _changed_options(data) if data is not None else {},
         "attention": _attention(module),
-        "pretrained": redacted(str(start)) if (start := module.hparams.get("pretrained")) else None,
         "lr": rate if isinstance(rate, int | float) else None,
         "batch_size": size if isinstance(size := getattr(data, "batch_size", None), int) else None,
         "hardware": _hardware(trainer),

@@ -1,4 +1,4 @@
-"""Scores of a model before a run replaced its attention, taken from the record of the run that trained it."""
+"""Weights that a run started from, and the scores of the model before the run replaced its attention."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 
 ORIGINAL = "original"
@@ -45,6 +46,14 @@ def original_scores(folder: Path) -> dict[str, float]:
         return {str(name): float(values[-1]) for name, values in chosen.items() if values and values[-1] is not None}
     except (ValueError, KeyError, TypeError, IndexError, AttributeError):  # written by another version
         return {}
+
+
+def pretrained_weights(folder: Path) -> str | None:
+    """Return the path or the name of the weights that a run started from, according to its ``config.yaml``; None for none."""
+    model = _options(folder).get("model")
+    options = model.get("init_args") if isinstance(model, Mapping) else None
+    start = options.get("pretrained") if isinstance(options, Mapping) else None
+    return redacted(start) if isinstance(start, str) else None
 
 
 def _loaded_step(path: Path) -> int | None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from lightning_mhla.callbacks.curves import LearningCurves
 from lightning_mhla.callbacks.facts import run_facts, skipped_parts
 from lightning_mhla.callbacks.next_steps import NextStep, next_steps
-from lightning_mhla.callbacks.originals import RECORD, original_scores
+from lightning_mhla.callbacks.originals import RECORD, original_scores, pretrained_weights
 from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_steps
 from lightning_mhla.system.files import write_whole
@@ -50,6 +50,8 @@ class RunReport(Callback):
         self._start = time.monotonic()
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
+        self._pretrained: str | None = None
+        self._training = False  # whether the state of a checkpoint is restored and training has begun
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the metrics of an earlier fit. If there is a :class:`LearningCurves` callback, share its metric record."""
@@ -57,19 +59,37 @@ class RunReport(Callback):
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
+            self._training, self._pretrained = False, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start measuring the training time."""
+        """Start measuring the training time, and note the weights that the run starts from."""
         self._start = time.monotonic()
+        # The configuration of a resumed run has no such weights any more: they are those of the checkpoint.
+        self._pretrained = pretrained_weights(run_folder(trainer)) or self._pretrained
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that training begins."""
+        self._training = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return validation metrics, training time so far in seconds, and library versions, for checkpoints and model cards."""
-        return {"points": as_lists(self.points.under("val/")), "seconds": self._seconds(), "versions": versions()}
+        """Return what checkpoints and model cards keep of the report.
+
+        Returns:
+            A dict with ``points`` (validation metrics), ``seconds`` (training time so far), ``versions`` (of libraries) and
+            ``pretrained`` (weights that the run started from, or None).
+        """
+        return {
+            "points": as_lists(self.points.under("val/")),
+            "seconds": self._seconds(),
+            "versions": versions(),
+            "pretrained": self._pretrained,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the validation metrics and the training time up to the checkpoint that is resumed."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
+        self._pretrained = state_dict.get("pretrained")  # absent in older checkpoints
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation metrics, and write ``run.json`` and ``report.html``."""
@@ -81,9 +101,13 @@ class RunReport(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Write ``run.json`` and ``report.html`` if a signal or Ctrl-C stops the run.
 
-        After errors nothing is written: a full disk, for example, would only lead to a second error.
+        Nothing is written before training begins, so that the files of an earlier part of the run remain, and nothing after
+        errors: a full disk, for example, would only lead to a second error.
         """
-        if isinstance(exception, SystemExit | KeyboardInterrupt) and trainer.state.fn == "fit":
+        all_stop = isinstance(exception, SystemExit) or (
+            isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1
+        )
+        if all_stop and self._training:
             self._write(trainer, pl_module, finished=False)
 
     def _seconds(self) -> float:
@@ -112,6 +136,7 @@ class RunReport(Callback):
             "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "processes": trainer.world_size,
             **run_facts(trainer, pl_module),
+            "pretrained": self._pretrained,
             "matching_steps": matching_steps(pl_module),
             "original": original_scores(folder),
             "skipped": self._skipped,

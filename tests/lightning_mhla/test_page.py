@@ -435,6 +435,49 @@ class StopsAt(Callback):
             raise self.error
 
 
+def test_a_report_names_the_weights_that_its_run_started_from(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
+    )  # fmt: skip
+    folder = Path(str(trainer.log_dir))
+    folder.mkdir(parents=True)
+    start = "https://me:secret@example.org/weights?key=secret"
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"pretrained": start}}}))
+    trainer.fit(Measured(), Numbers(Source("x.tar")))
+    assert json.loads((folder / "run.json").read_text())["pretrained"] == "https://***@example.org/weights?***"
+    assert "started from https://***@example.org/weights" in text_of((folder / "report.html").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"pretrained": None}}}))
+    (checkpoint,) = (folder / "checkpoints").glob("*.ckpt")
+    resumed = Trainer(
+        accelerator="cpu", max_epochs=2, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path, version=0),
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
+    )  # fmt: skip
+    resumed.fit(Measured(), Numbers(Source("x.tar")), ckpt_path=str(checkpoint), weights_only=False)
+    content = json.loads((folder / "run.json").read_text())
+    assert (content["steps"], content["pretrained"]) == (2, "https://***@example.org/weights?***")
+
+
+def test_a_run_that_is_stopped_before_it_resumes_keeps_its_report(tmp_path: Path) -> None:
+    def make_trainer(*callbacks: Callback) -> Trainer:
+        return Trainer(
+            accelerator="cpu", max_epochs=2, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0,
+            logger=CSVLogger(tmp_path, name="", version=""), enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[RunReport(), *callbacks],
+        )  # fmt: skip
+
+    class StopsFirst(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+            raise KeyboardInterrupt
+
+    make_trainer().fit(Measured(), Numbers(Source("x.tar")))
+    wanted = (tmp_path / "run.json").read_text()
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        make_trainer(StopsFirst()).fit(Measured(), Numbers(Source("x.tar")))
+    assert (tmp_path / "run.json").read_text() == wanted
+    assert json.loads(wanted)["steps"] == 4
+
+
 @pytest.mark.parametrize(
     ("error", "written"), [(RunStopped(), True), (KeyboardInterrupt(), True), (OSError("disk full"), False)], ids=repr
 )

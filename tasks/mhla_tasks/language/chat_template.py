@@ -1,7 +1,7 @@
 """Conversion of messages to tokens with the chat template of a tokenizer.
 
-The spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text. Templates therefore never see
-the messages: they get a placeholder for each, which is replaced afterwards.
+The spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text. A template therefore gets a
+placeholder for a message, which is replaced afterwards.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer, which renders placeholders in place of messages.
+    """Chat template of a tokenizer.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -51,11 +51,23 @@ class ChatTemplate:
         Raises:
             ValueError: if the template rejects the messages.
         """
-        messages = [{"role": role, "content": placeholder(number)} for number, role in enumerate(roles)]
+        return self.render_messages([(role, placeholder(number)) for number, role in enumerate(roles)], reply)
+
+    def render_messages(self, messages: Sequence[tuple[str, str]], reply: bool = False) -> str:
+        """Return the output of the template for messages themselves, given as role and text.
+
+        Args:
+            messages: role and text of each message.
+            reply: whether the output ends where the next reply of the model begins.
+
+        Raises:
+            ValueError: if the template rejects the messages.
+        """
+        given = [{"role": role, "content": content} for role, content in messages]
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
-                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply))
-        except (TemplateError, OverflowError) as error:  # OverflowError: a range that the sandbox rejects
+                return str(self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=reply))
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
     def fill(self, rendered: str, contents: Sequence[str]) -> str:
@@ -78,14 +90,19 @@ class ChatTemplate:
             ValueError: if the tokenizer fails on a text.
         """
         parts = self._parts(rendered, contents)
-        spelled = any(token in text for text in parts[1::2] for token in self.control.values() if token)
-        if not spelled:  # no message spells a control token: encode all in one piece, as transformers does
+        if not self.spelled(
+            parts[1::2]
+        ):  # no message spells a control token: encode all in one piece, as transformers does
             return encode_texts(self.tokenizer, ["".join(parts)], read_control_tokens=True)[0]
         ids: list[int] = []
         for number, text in enumerate(parts):
             if text:
                 ids += encode_texts(self.tokenizer, [text], read_control_tokens=number % 2 == 0)[0]
         return ids
+
+    def spelled(self, contents: Sequence[str]) -> bool:
+        """Return whether a message spells a control token."""
+        return any(token in text for text in contents for token in self.control.values() if token)
 
     def reply_ends(self, roles: Sequence[str]) -> set[int]:
         """Return a set with the index of the control token after a reply; empty if the template has none.

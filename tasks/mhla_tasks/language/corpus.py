@@ -6,6 +6,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
@@ -131,8 +132,8 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[Document]:
         remarks: counter of the rows that are left out or changed.
     """
     for place, document in rows:
-        text = None if document is None else text_of(document)
-        if document is None or text is None:
+        text = "" if document is None else text_of(document)
+        if document is None:
             remarks.leave_out("rows with null", place)
         elif not text or text.isspace():
             remarks.leave_out("empty documents", place)
@@ -145,7 +146,8 @@ def documents_of(rows: Rows, remarks: Remarks) -> Iterator[Document]:
 
 def _without_surrogates(document: Document) -> Document:
     if isinstance(document, Dialogue):
-        return Dialogue(tuple((role, SURROGATE.sub("\ufffd", content)) for role, content in document.messages))
+        messages = tuple((role, SURROGATE.sub("\ufffd", content)) for role, content in document.messages)
+        return replace(document, messages=messages)
     return SURROGATE.sub("\ufffd", document)
 
 

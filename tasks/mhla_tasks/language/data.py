@@ -168,8 +168,8 @@ class HubText(TextData):
         split: name of the split to read.
         data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
             decompressed.
-        column: name of the column that holds the texts, or the dialogues: lists of messages with role and content, which become
-            text through the chat template of the tokenizer.
+        column: name of the column that holds the texts, or the dialogues: lists of messages with role and content, which the
+            chat template of the tokenizer turns into tokens.
         batch_size: number of samples per batch, summed over all processes.
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
@@ -252,9 +252,8 @@ class HubText(TextData):
         def make(positions: Sequence[RowPosition]) -> PackedRows:
             return PackedRows(self._documents, encode, positions, rows, self.context, table, self.separate_documents)
 
-        next(
-            self._unshuffled(Remarks()), None
-        )  # raise errors of a missing file or column here, not in the worker process
+        # Raise errors of a missing file or column here, not in the worker process.
+        next(self._unshuffled(Remarks()), None)
         self._stream = DocumentLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
         if self._trained_with is not None:
             self._stream.start_at(self._trained_with)

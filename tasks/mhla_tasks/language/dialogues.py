@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 ROLE = re.compile(r"[\w-]+")
@@ -16,9 +16,11 @@ class Dialogue:
 
     Attributes:
         messages: role and text of each message.
+        place: location of the row, for error messages.
     """
 
     messages: tuple[tuple[str, str], ...]
+    place: str = field(default="a dialogue", compare=False)
 
 
 Document = str | Dialogue
@@ -42,7 +44,8 @@ def as_document(value: Any, source: str) -> Document:
         raise ValueError(
             f"{source}: {str(value)[:60]!r} is {type(value).__name__}, not text; choose a different column"
         )
-    return Dialogue(tuple(_message(message, f"{source}: message {number}") for number, message in enumerate(value, 1)))
+    messages = tuple(_message(message, f"{source}: message {number}") for number, message in enumerate(value, 1))
+    return Dialogue(messages, source)
 
 
 def text_of(document: Document) -> str:
@@ -55,11 +58,11 @@ def _message(message: dict[str, Any], source: str) -> tuple[str, str]:
         raise ValueError(
             f"{source} has the keys {sorted(message)}; a dialogue is a list of objects with 'role' and 'content'"
         )
+    if message.get("tool_calls"):
+        raise ValueError(f"{source} has tool_calls, which are not supported; leave such dialogues out")
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError(f"{source}: role {str(role)[:60]!r} and content {str(content)[:60]!r} must be text")
     if not ROLE.fullmatch(role):
         raise ValueError(f"{source}: the role {role[:60]!r} must be a word, such as user or assistant")
-    if message.get("tool_calls"):
-        raise ValueError(f"{source} has tool_calls, which are not supported; leave such dialogues out")
     return role, content

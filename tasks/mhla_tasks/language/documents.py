@@ -32,8 +32,9 @@ class EncodedDocuments(NamedTuple):
 class DocumentEncoder:
     """Callable that encodes documents.
 
-    A text gets the special tokens that begin and end it. A dialogue gets exactly the tokens of the chat template, as in
-    ``lightning chat``.
+    A text gets the special tokens that begin and end it. A dialogue gets the tokens of the chat template and no others, as with
+    transformers' ``apply_chat_template``. If a message spells a control token, the template gets placeholders in place of the
+    messages, so that the control token remains text.
 
     The missing bytes differ from 0 if the tokenizer changes a text before it splits it. A control token inside a document
     counts as many bytes as its spelling has, so it adds nothing to the difference.
@@ -42,6 +43,9 @@ class DocumentEncoder:
         tokenizer: tokenizer with a special token for the beginning or the end of a text; for dialogues, with a chat template.
         read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
             In the messages of a dialogue it always remains text.
+
+    Attributes:
+        met_dialogue: whether there was a dialogue among the documents so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False) -> None:
@@ -49,8 +53,9 @@ class DocumentEncoder:
         self.sizes = token_bytes(tokenizer)
         for index, token in control_tokens(tokenizer).items():
             self.sizes[index] = len(token.encode())
+        self.met_dialogue = False
         self._template = ChatTemplate(tokenizer)
-        self._rendered: dict[tuple[str, ...], str] = {}  # outputs of the chat template, which depend on the roles alone
+        self._rendered: dict[tuple[str, ...], str] = {}  # outputs of the chat template with placeholders, by roles
 
     def __call__(self, documents: Sequence[Document]) -> EncodedDocuments:
         """Encode documents.
@@ -62,15 +67,17 @@ class DocumentEncoder:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
                 template for a dialogue, or the template leaves out a message.
         """
+        dialogues = [document for document in documents if isinstance(document, Dialogue)]
         plain = [document for document in documents if isinstance(document, str)]
-        encoded = iter(encode_texts(self.tokenizer, plain, self.read_control_tokens))
+        encoded_dialogues = iter(self._dialogues(dialogues))
+        encoded_texts = zip(plain, encode_texts(self.tokenizer, plain, self.read_control_tokens), strict=True)
         rows, missing = [], []
         for document in documents:
             if isinstance(document, Dialogue):
-                text, ids = self._dialogue(document)
+                text, ids = next(encoded_dialogues)
                 rows.append(np.array(ids, dtype=np.int64))
             else:
-                text, ids = document, next(encoded)
+                text, ids = next(encoded_texts)
                 rows.append(encode_document(ids, self.tokenizer))
             missing.append(len(text.encode()) - int(self.sizes[ids].sum()))
         starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
@@ -81,14 +88,38 @@ class DocumentEncoder:
         tokens, _, missing = self([document])
         return tokens, int(missing[0])
 
-    def _dialogue(self, dialogue: Dialogue) -> tuple[str, list[int]]:
-        """Return the text and the tokens of a dialogue."""
+    def _dialogues(self, dialogues: Sequence[Dialogue]) -> list[tuple[str, list[int]]]:
+        """Return the text and the tokens of each dialogue."""
+        if not dialogues:
+            return []
         if self.tokenizer.chat_template is None:
             raise ValueError(
-                "the text is a dialogue, and the tokenizer has no chat template; use the tokenizer of a chat model, or make "
-                "one with lightning prepare tokenizer --chat"
+                f"{dialogues[0].place}: the text is a dialogue, and the tokenizer has no chat template; use the tokenizer of a "
+                "chat model, or make one with lightning prepare tokenizer --chat"
             )
-        roles, contents = zip(*dialogue.messages, strict=True)
+        self.met_dialogue = True
+        texts, rows = [], {}
+        for number, dialogue in enumerate(dialogues):
+            contents = [content for _, content in dialogue.messages]
+            try:
+                rendered = self._with_placeholders(tuple(role for role, _ in dialogue.messages))
+                if self._template.spelled(contents):
+                    texts.append(self._template.fill(rendered, contents))
+                    rows[number] = self._template.encode(rendered, contents)
+                else:
+                    texts.append(self._template.render_messages(dialogue.messages))
+            except ValueError as error:
+                raise ValueError(f"{dialogue.place}: {error}") from error
+        others = [number for number in range(len(texts)) if number not in rows]
+        encoded = encode_texts(self.tokenizer, [texts[number] for number in others], read_control_tokens=True)
+        rows |= dict(zip(others, encoded, strict=True))
+        for number, dialogue in enumerate(dialogues):
+            if not rows[number]:
+                raise ValueError(f"{dialogue.place}: the chat template gives a text without tokens")
+        return [(text, rows[number]) for number, text in enumerate(texts)]
+
+    def _with_placeholders(self, roles: tuple[str, ...]) -> str:
+        """Return the output of the template with placeholders, after checking that it has all messages."""
         if roles not in self._rendered:
             rendered = self._template.render(roles)
             for number, role in enumerate(roles):
@@ -98,9 +129,7 @@ class DocumentEncoder:
                         "template, or remove such messages"
                     )
             self._rendered[roles] = rendered
-        rendered = self._rendered[roles]
-        ids = self._template.encode(rendered, contents)
-        return self._template.fill(rendered, contents), ids
+        return self._rendered[roles]
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -15,13 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
-from lightning_mhla.system.files import rebuilt_folder
+from lightning_mhla.system.files import rebuilt_folder, write_whole
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
-from mhla_tasks.language.dialogues import Dialogue, Document, text_of
+from mhla_tasks.language.dialogues import Document, text_of
 from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TOKENS
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
+
+TEMPLATE_DIGEST = "chat-template.sha256"
+"""Name of the file, beside shards with dialogues, that holds the hash of the chat template."""
 
 
 def text_runs(documents: Iterator[Document], characters: int) -> Iterator[list[Document]]:
@@ -84,14 +87,9 @@ def write_token_shards(
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
     options |= {"run_characters": run_characters, "runs_per_shard": runs_per_shard, "control_tokens": control_tokens}
     dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
-    documents = read_documents(sources, column)
-    first = next(documents, None)
-    if isinstance(first, Dialogue):
-        options["chat_template"] = _template_digest(tokenizer)
-    documents = itertools.chain(() if first is None else [first], documents)
-    documents = itertools.islice(documents, skip, None if limit is None else skip + limit)
     with Preparation(target, prefix, options, _origins(sources), force=force):
         _keep_tokenizer(target, tokenizer)
+        documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
         runs = text_runs(documents, run_characters)
         encoder = DocumentEncoder(tokenizer, control_tokens)
 
@@ -101,7 +99,9 @@ def write_token_shards(
                 if not shard:
                     return
                 keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
-                samples = ({"__key__": sample_key(key), **_encode(group, encoder, dtype)} for key, group in keyed)
+                samples = (
+                    {"__key__": sample_key(key), **_encode(group, encoder, dtype, target)} for key, group in keyed
+                )
                 yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
 
         paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
@@ -131,8 +131,8 @@ def _template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
-    A new chat template, which does not affect shards of texts, replaces the one of the saved tokenizer. If the subfolder holds
-    a different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
+    A new chat template replaces the one of the saved tokenizer, unless there are shards of dialogues. If the subfolder holds a
+    different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
     that is not used.
 
     Args:
@@ -140,8 +140,13 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer: tokenizer to save.
 
     Raises:
-        ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer.
+        ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer; or if it contains
+            dialogues, and the tokenizer has a different chat template.
     """
+    digest = target / TEMPLATE_DIGEST
+    new_template = tokenizer.chat_template is not None and digest.is_file() and any(target.glob("*.tar"))
+    if new_template and digest.read_text() != _template_digest(tokenizer):
+        raise ValueError(f"{target} holds dialogues of a different chat template; choose a different folder")
     beside = target / "tokenizer"
     saved = load_tokenizer(beside) if beside.is_dir() else None
     if saved is not None and fingerprint(saved) != fingerprint(tokenizer):
@@ -155,8 +160,10 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             save_tokenizer(tokenizer, aside)
 
 
-def _encode(documents: list[Document], encoder: DocumentEncoder, dtype: Any) -> dict[str, bytes]:
+def _encode(documents: list[Document], encoder: DocumentEncoder, dtype: Any, target: Path) -> dict[str, bytes]:
     tokens, starts, missing = encoder(documents)
+    if encoder.met_dialogue:
+        write_whole(target / TEMPLATE_DIGEST, _template_digest(encoder.tokenizer))
     members = {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
     if missing.any() or not counts_exactly(encoder.tokenizer):
         members[MISSING] = array_bytes(missing)

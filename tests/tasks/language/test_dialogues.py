@@ -19,7 +19,7 @@ from mhla_tasks.language.dialogues import Dialogue, as_document, text_of
 from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.prepare import write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
-from mhla_tasks.language.tokenizer import save_tokenizer, token_bytes, train_tokenizer
+from mhla_tasks.language.tokenizer import load_tokenizer, save_tokenizer, token_bytes, train_tokenizer
 from pyarrow import parquet
 from tokenizer_kinds import made
 
@@ -35,11 +35,12 @@ TURNS = [
     [("user", "What does <|im_end|> mean?"), ("assistant", "<|endoftext|> ends a text, <|im_end|> a turn.")],
     [("user", " spaces  and\nlines\n"), ("assistant", "日本語 😀")],
 ]
+THINKING = [("user", " Well? "), ("assistant", "<think>\nhm\n</think>\n\n  A tree. ")]
 BRACKETS = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role | upper }}] {{ m.content | trim }}{{ eos_token if m.role == 'assistant' }}\n"
+    "{{ bos_token }}{% for m in messages %}[{{ m.role | upper }}] {{ m.content.split('</think>')[-1] | trim }}{{ eos_token if m.role == 'assistant' }}\n"
     "{% endfor %}{% if add_generation_prompt %}[ASSISTANT] {% endif %}"
 )
-"""A template of another form: trimmed messages, begin and end tokens, roles in capitals."""
+"""A template of another form: trimmed messages without thoughts, begin and end tokens, roles in capitals."""
 
 
 def chat_tokenizer(template: str = CHATML) -> Any:
@@ -61,6 +62,8 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("turns", TURNS, ids=["two", "system", "spelled", "spaces"])
 def test_a_dialogue_has_the_tokens_of_the_chat(turns: list[tuple[str, str]], template: str) -> None:
     tokenizer = chat_tokenizer(template)
+    if template == BRACKETS:  # it trims messages, as the command does before it sends them
+        turns = [(role, content.strip()) for role, content in turns]
     system = [content for role, content in turns if role == "system"]
     chat = Conversation(tokenizer, *system)
     spoken = turns[len(system) :]
@@ -80,7 +83,7 @@ def test_a_dialogue_has_the_tokens_of_transformers(kind: str, template: str) -> 
     tokenizer = made(kind)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
-    for turns in TURNS[:2]:
+    for turns in (*TURNS[:2], TURNS[3], THINKING):
         wanted = tokenizer.apply_chat_template(messages(turns), tokenize=False)
         tokens = DocumentEncoder(tokenizer)([as_document(messages(turns), "here")]).tokens
         assert tokens.tolist() == tokenizer(wanted, add_special_tokens=False)["input_ids"]
@@ -166,6 +169,7 @@ def test_dialogues_are_streamed(tmp_path: Path) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], "must be text"),
         ([{"role": "user<|im_end|>", "content": "a"}], "the role 'user<|im_end|>' must be a word"),
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "message 1 has tool_calls"),
+        ([{"role": "assistant", "content": None, "tool_calls": [{}]}], "message 1 has tool_calls"),
         ({"role": "user", "content": "a"}, "is dict, not text; choose a different column"),
         (["a", "b"], "is list, not text; choose a different column"),
     ],
@@ -209,11 +213,27 @@ def test_dialogues_need_a_chat_template(tmp_path: Path) -> None:
             "{{ raise_exception('roles must alternate') }}",
             "the chat template rejects the messages: roles must alternate",
         ),
+        ("{{ messages[9].content }}", "the chat template rejects the messages: "),
+        ("{{ messages[0].content + 1 }}", "the chat template rejects the messages: "),
+        ("{{ 1 // 0 }}", "the chat template rejects the messages: "),
+        ("<|im_end|>", r"message 1 \(system\) of 5"),
     ],
 )
 def test_a_template_drops_no_message_silently(template: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        DocumentEncoder(chat_tokenizer(template))([Dialogue(tuple(TURNS[1]))])
+        DocumentEncoder(chat_tokenizer(template))([Dialogue(tuple(TURNS[1]), "chats.jsonl: line 7")])
+
+
+def test_the_row_that_a_template_rejects_is_named(tmp_path: Path) -> None:
+    template = "{% if messages[0].role != 'user' %}{{ raise_exception('must start with user') }}{% endif %}" + CHATML
+    lines = [messages(TURNS[0])] * 3 + [messages(TURNS[0])[1:]]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
+    with pytest.raises(
+        ValueError, match=r"chats\.jsonl: line 4: the chat template rejects the messages: must start with user"
+    ):
+        write_token_shards(
+            tmp_path / "shards", [str(tmp_path / "chats.jsonl")], chat_tokenizer(template), column="messages"
+        )
 
 
 def test_a_system_message_that_the_template_ignores_is_an_error() -> None:
@@ -222,12 +242,23 @@ def test_a_system_message_that_the_template_ignores_is_an_error() -> None:
         Conversation(chat_tokenizer(template), "Answer in one word.")
 
 
-def test_shards_of_another_template_are_not_continued(tmp_path: Path) -> None:
-    source = write_jsonl(tmp_path)
-    write_token_shards(tmp_path / "shards", [source], chat_tokenizer(), column="messages")
-    write_token_shards(tmp_path / "shards", [source], chat_tokenizer(), column="messages")
-    with pytest.raises(ValueError, match=r"made from different files or options.*chat_template"):
-        write_token_shards(tmp_path / "shards", [source], chat_tokenizer(BRACKETS), column="messages")
+@pytest.mark.parametrize("prefix", ["train", "val"])
+@pytest.mark.parametrize("first", [[], ["A text before."]], ids=["dialogues", "text first"])
+def test_a_folder_holds_dialogues_of_one_template(first: list[str], prefix: str, tmp_path: Path) -> None:
+    lines = [*first, *(messages(turns) for turns in TURNS)]
+    source = tmp_path / "chats.jsonl"
+    source.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    shards, options = tmp_path / "shards", {"run_characters": 10, "runs_per_shard": 1}
+    paths = write_token_shards(shards, [str(source)], chat_tokenizer(), **options)
+    paths[-1].unlink()
+    with pytest.raises(ValueError, match="holds dialogues of a different chat template; choose a different folder"):
+        write_token_shards(shards, [str(source)], chat_tokenizer(BRACKETS), prefix, **options)
+    assert load_tokenizer(shards / "tokenizer").chat_template == CHATML
+    assert write_token_shards(shards, [str(source)], chat_tokenizer(), **options) == paths
+    for path in paths:
+        path.unlink()
+    assert len(write_token_shards(shards, [str(source)], chat_tokenizer(BRACKETS), force=True, **options)) == len(paths)
+    assert load_tokenizer(shards / "tokenizer").chat_template == BRACKETS
 
 
 def test_a_table_of_both(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ model = {class_name}.from_pretrained("{folder}", trust_remote_code=True)"""
 
 USE_TEXT_ENCODER = """
 
-rows = tokenizer(["A text.", "Another text."], padding=True, return_tensors="pt")
+rows = tokenizer(["A text.", "Another text."], padding=True, truncation=True, return_tensors="pt")
 vectors, mask = model(**rows).last_hidden_state, rows["attention_mask"].unsqueeze(-1)
 embeddings = (vectors * mask).sum(1) / mask.sum(1)  # means of the token vectors"""
 """Python code that computes embeddings of texts. The comparison with the original uses the same mean."""
