@@ -376,6 +376,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`mhla_window` in all layers, decaying coefficients, not trained": "mhla_window-frozen-seed-0",
         "`mhla_window` in all layers, a dense matrix of coefficients": "mhla_window-dense-seed-0",
         "`mhla_window` in all layers, blocks of 256, distilled": "mhla_window-256-seed-0-distill-1",
+        "`mhla_window` in all layers, blocks of 256, LoRA of rank 8": "mhla_window-256-seed-0-tune_lr-0.001-lora-8",
         "`mhla_window` in all layers, 4 sinks, blocks of 32": "mhla_window-32-seed-0",
         "`mhla` in all layers, without a window, learned features": "mhla-seed-0",
         "the window and the sinks alone, blocks of 32": "window-32-seed-0",
