@@ -63,10 +63,10 @@ class ChatTemplate:
         Raises:
             ValueError: if the template rejects the messages.
         """
-        given = [{"role": role, "content": content} for role, content in messages]
+        rows = [{"role": role, "content": content} for role, content in messages]
         try:
             with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
-                return str(self.tokenizer.apply_chat_template(given, tokenize=False, add_generation_prompt=reply))
+                return str(self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=reply))
         except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(f"the chat template rejects the messages: {error}") from error
 
