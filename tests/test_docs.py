@@ -206,7 +206,7 @@ def run(command: str, page: Path, server: ForkServer, folder: Path, environment:
     program, *words = shlex.split(in_small(command))
     if program in ("python", "torchrun"):
         start = [sys.executable, *(("-m", "torch.distributed.run") if program == "torchrun" else ()), *words]
-        plain = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
+        plain = {**os.environ, **environment}
         done = subprocess.run(start, cwd=folder, env=plain, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
         return

@@ -302,6 +302,14 @@ def test_long_curves_are_thinned_without_changing_their_ends() -> None:
     assert path[-1] == "408.0 15.6", "the last point stays: at the right end, and below a margin of a twenty-second"
 
 
+def quick_trainer(logger: CSVLogger, *callbacks: Callback, **options: Any) -> Trainer:
+    """Build a trainer that validates one batch after each epoch and prints nothing."""
+    return Trainer(
+        accelerator="cpu", limit_val_batches=1, num_sanity_val_steps=0, logger=logger, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=list(callbacks), **options,
+    )  # fmt: skip
+
+
 class Measured(BoringModel):
     """Model that logs a metric under ``val/`` and one under ``train/``."""
 
@@ -404,10 +412,7 @@ class Numbers(LightningDataModule):
 
 
 def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
-    )  # fmt: skip
+    trainer = quick_trainer(CSVLogger(tmp_path), RunReport(), max_epochs=1, limit_train_batches=1)
     model, data = Measured(), Numbers(Source("https://me:secret@example.org/x.tar?key=secret"), password="secret")
     config = AttentionConfig("mhla", block_size=4, normalize=False)
     model.network = nn.ModuleList(MHLA(8, 2, BlockLayout((16,), block_size=4), config) for _ in range(3))
@@ -436,10 +441,7 @@ class StopsAt(Callback):
 
 
 def test_a_report_names_the_weights_that_its_run_started_from(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=1, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
-    )  # fmt: skip
+    trainer = quick_trainer(CSVLogger(tmp_path), RunReport(), max_epochs=1, limit_train_batches=1)
     folder = Path(str(trainer.log_dir))
     folder.mkdir(parents=True)
     start = "https://me:secret@example.org/weights?key=secret"
@@ -449,10 +451,7 @@ def test_a_report_names_the_weights_that_its_run_started_from(tmp_path: Path) ->
     assert "started from https://***@example.org/weights" in text_of((folder / "report.html").read_text())
     (folder / "config.yaml").write_text(yaml.safe_dump({"model": {"init_args": {"pretrained": None}}}))
     (checkpoint,) = (folder / "checkpoints").glob("*.ckpt")
-    resumed = Trainer(
-        accelerator="cpu", max_epochs=2, limit_train_batches=1, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path, version=0),
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport()],
-    )  # fmt: skip
+    resumed = quick_trainer(CSVLogger(tmp_path, version=0), RunReport(), max_epochs=2, limit_train_batches=1)
     resumed.fit(Measured(), Numbers(Source("x.tar")), ckpt_path=str(checkpoint), weights_only=False)
     content = json.loads((folder / "run.json").read_text())
     assert (content["steps"], content["pretrained"]) == (2, "https://***@example.org/weights?***")
@@ -460,11 +459,9 @@ def test_a_report_names_the_weights_that_its_run_started_from(tmp_path: Path) ->
 
 def test_a_run_that_is_stopped_before_it_resumes_keeps_its_report(tmp_path: Path) -> None:
     def make_trainer(*callbacks: Callback) -> Trainer:
-        return Trainer(
-            accelerator="cpu", max_epochs=2, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0,
-            logger=CSVLogger(tmp_path, name="", version=""), enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[RunReport(), *callbacks],
-        )  # fmt: skip
+        return quick_trainer(
+            CSVLogger(tmp_path, name="", version=""), RunReport(), *callbacks, max_epochs=2, limit_train_batches=2
+        )
 
     class StopsFirst(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -485,10 +482,9 @@ def test_a_run_that_is_stopped_before_it_resumes_keeps_its_report(tmp_path: Path
 def test_the_report_of_a_stopped_run_is_of_its_last_step(
     steps: int, error: BaseException, written: bool, tmp_path: Path
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu", max_epochs=3, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, logger=CSVLogger(tmp_path),
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[RunReport(), StopsAt(steps, error)],
-    )  # fmt: skip
+    trainer = quick_trainer(
+        CSVLogger(tmp_path), RunReport(), StopsAt(steps, error), max_epochs=3, limit_train_batches=2
+    )
     with pytest.raises((SystemExit, KeyboardInterrupt, OSError)):
         trainer.fit(Measured(), Numbers(Source("x.tar")))
     file = Path(str(trainer.log_dir)) / "run.json"

@@ -189,7 +189,7 @@ def test_processes_of_a_machine_share_the_limit(folder: Path, tmp_path: Path, wo
 def environment() -> dict[str, str]:
     root = Path(__file__).parents[2]
     paths = [str(root), str(root / "tests"), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def test_what_a_killed_process_left_is_removed(folder: Path, tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def run_cli(*arguments: str, folder: Path | None = None, launch: bool = False) -
             capture_output=True,
             text=True,
             timeout=240,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+            env={**os.environ, "COLUMNS": "200"},
             check=False,
             cwd=folder,
         )

@@ -218,7 +218,7 @@ def test_a_checkpoint_that_names_no_class_is_exported(tmp_path: Path) -> None:
     }
     assert "An `ImageClassifier` of " in text
     assert "attention: `linear`.\n" in text
-    assert "The checkpoint has none. With its file, this command measures them:" in text
+    assert "The checkpoint has none. This command measures them, with its file:" in text
     registry.run("export", [str(path), str(tmp_path / "out")])
     assert "Not stated" in (tmp_path / "out/README.md").read_text(), "our own card is written anew"
     (tmp_path / "out/README.md").write_text("Mine.")

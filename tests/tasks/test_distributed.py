@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -171,7 +170,6 @@ def test_a_process_that_fails_alone_ends_the_run(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
         cwd=tmp_path,
     )

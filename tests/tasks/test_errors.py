@@ -306,7 +306,7 @@ def test_threads(capsys: pytest.CaptureFixture[str]) -> None:
 
 def shell(line: str, folder: Path) -> tuple[int, str, str]:
     """Run a pipe, and return the exit status of its first command and the output."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PY": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PY": sys.executable}
     done = subprocess.run(
         ["bash", "-c", f'{line}; exit "${{PIPESTATUS[0]}}"'], capture_output=True, text=True, env=environment, cwd=folder, timeout=240
     )  # fmt: skip

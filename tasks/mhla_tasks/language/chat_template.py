@@ -90,9 +90,7 @@ class ChatTemplate:
             ValueError: if the tokenizer fails on a text.
         """
         parts = self._parts(rendered, contents)
-        if not self.spelled(
-            parts[1::2]
-        ):  # no message spells a control token: encode all in one piece, as transformers does
+        if not self.spelled(parts[1::2]):  # encode all in one piece, as transformers does
             return encode_texts(self.tokenizer, ["".join(parts)], read_control_tokens=True)[0]
         ids: list[int] = []
         for number, text in enumerate(parts):

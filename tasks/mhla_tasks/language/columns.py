@@ -121,8 +121,7 @@ def _json(source: Source, column: str) -> Rows:
 def _entry(row: dict[str, Any], column: str, place: str) -> tuple[str, Document | None]:
     if column not in row:
         raise _missing(column, sorted(row), place)
-    value = row[column]
-    return place, None if value is None else as_document(value, place)
+    return place, as_document(row[column], place)
 
 
 def _csv(source: Source, column: str) -> Rows:
@@ -180,7 +179,8 @@ def _parquet(source: Source, column: str) -> Rows:
             for batch in table.iter_batches(ROWS_AT_ONCE, columns=[column]):
                 for value in batch.column(batch.schema.names.index(column)):
                     number += 1
-                    yield _entry({column: value.as_py()}, column, f"{name}: row {number}")
+                    place = f"{name}: row {number}"
+                    yield place, as_document(value.as_py(), place)
         except UnicodeDecodeError as error:
             raise ValueError(f"{name}: row {number}: column {column!r} is not UTF-8 ({reason(error)})") from error
         except (pyarrow.ArrowException, OSError) as error:

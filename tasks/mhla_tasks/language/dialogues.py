@@ -27,18 +27,18 @@ Document = str | Dialogue
 """Text, or dialogue."""
 
 
-def as_document(value: Any, source: str) -> Document:
-    """Return the value of a table cell as a document.
+def as_document(value: Any, source: str) -> Document | None:
+    """Return the value of a table cell as a document; None for a null.
 
     Args:
-        value: a string, or a list of messages. A message is a dict with the strings ``role`` and ``content``; other keys are
-            ignored.
+        value: a string, None, or a list of messages. A message is a dict with the strings ``role`` and ``content``; other keys
+            are ignored.
         source: location of the value, for the error message.
 
     Raises:
-        ValueError: if the value is neither, or a message calls tools.
+        ValueError: if the value is none of these, or a message calls tools.
     """
-    if isinstance(value, str):
+    if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise ValueError(

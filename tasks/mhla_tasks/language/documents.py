@@ -43,9 +43,6 @@ class DocumentEncoder:
         tokenizer: tokenizer with a special token for the beginning or the end of a text; for dialogues, with a chat template.
         read_control_tokens: whether the spelling of a control token in a text, such as ``<|endoftext|>``, becomes that token.
             In the messages of a dialogue it always remains text.
-
-    Attributes:
-        met_dialogue: whether there was a dialogue among the documents so far.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False) -> None:
@@ -53,7 +50,6 @@ class DocumentEncoder:
         self.sizes = token_bytes(tokenizer)
         for index, token in control_tokens(tokenizer).items():
             self.sizes[index] = len(token.encode())
-        self.met_dialogue = False
         self._template = ChatTemplate(tokenizer)
         self._rendered: dict[tuple[str, ...], str] = {}  # outputs of the chat template with placeholders, by roles
 
@@ -97,7 +93,6 @@ class DocumentEncoder:
                 f"{dialogues[0].place}: the text is a dialogue, and the tokenizer has no chat template; use the tokenizer of a "
                 "chat model, or make one with lightning prepare tokenizer --chat"
             )
-        self.met_dialogue = True
         texts, rows = [], {}
         for number, dialogue in enumerate(dialogues):
             contents = [content for _, content in dialogue.messages]

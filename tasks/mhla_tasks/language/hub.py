@@ -172,7 +172,7 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
             raise ValueError(f"{place} could not be read ({type(error).__name__}: {reason(error)})") from error
         if column not in row:
             raise MissingColumnError(f"{place} has no column {column!r}, only {sorted(row)}")
-        yield place, None if row[column] is None else as_document(row[column], place)
+        yield place, as_document(row[column], place)
 
 
 def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:

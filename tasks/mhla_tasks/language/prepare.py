@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,16 +13,16 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.origins import Origin, sample_key
 from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
-from lightning_mhla.system.files import rebuilt_folder, write_whole
+from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
-from mhla_tasks.language.dialogues import Document, text_of
+from mhla_tasks.language.dialogues import Dialogue, Document, text_of
 from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TOKENS
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
 
-TEMPLATE_DIGEST = "chat-template.sha256"
-"""Name of the file, beside shards with dialogues, that holds the hash of the chat template."""
+DIALOGUES = "dialogues.txt"
+"""Name of a file that marks a folder of shards with dialogues."""
 
 
 def text_runs(documents: Iterator[Document], characters: int) -> Iterator[list[Document]]:
@@ -124,10 +122,6 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
     return origins
 
 
-def _template_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
-
-
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
@@ -143,27 +137,27 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer; or if it contains
             dialogues, and the tokenizer has a different chat template.
     """
-    digest = target / TEMPLATE_DIGEST
-    new_template = tokenizer.chat_template is not None and digest.is_file() and any(target.glob("*.tar"))
-    if new_template and digest.read_text() != _template_digest(tokenizer):
-        raise ValueError(f"{target} holds dialogues of a different chat template; choose a different folder")
     beside = target / "tokenizer"
     saved = load_tokenizer(beside) if beside.is_dir() else None
+    has_shards = any(target.glob("*.tar"))
+    template = tokenizer.chat_template
+    has_new_template = template is not None and (saved is None or template != saved.chat_template)
+    if has_shards and has_new_template and (target / DIALOGUES).exists():
+        raise ValueError(f"{target} holds dialogues of a different chat template; choose a different folder")
     if saved is not None and fingerprint(saved) != fingerprint(tokenizer):
-        if any(target.glob("*.tar")):
+        if has_shards:
             raise ValueError(f"{target} holds shards of a different tokenizer (in {beside}); choose a different folder")
         numbered = (target / f"tokenizer-{number}" for number in itertools.count(1))
         beside.rename(next(name for name in numbered if not name.exists()))  # never delete a folder of the user
-    template = getattr(tokenizer, "chat_template", None)
-    if not beside.is_dir() or (template is not None and template != getattr(saved, "chat_template", None)):
+    if not beside.is_dir() or has_new_template:
         with rebuilt_folder(beside) as aside:
             save_tokenizer(tokenizer, aside)
 
 
 def _encode(documents: list[Document], encoder: DocumentEncoder, dtype: Any, target: Path) -> dict[str, bytes]:
     tokens, starts, missing = encoder(documents)
-    if encoder.met_dialogue:
-        write_whole(target / TEMPLATE_DIGEST, _template_digest(encoder.tokenizer))
+    if any(isinstance(document, Dialogue) for document in documents):
+        (target / DIALOGUES).write_text("The shards hold dialogues, made with the chat template in tokenizer/.\n")
     members = {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
     if missing.any() or not counts_exactly(encoder.tokenizer):
         members[MISSING] = array_bytes(missing)

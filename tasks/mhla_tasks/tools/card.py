@@ -168,7 +168,7 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
     command = shlex.join(["lightning", "validate", "--ckpt_path", _published(str(origin.checkpoint))])
     if not rows:
-        return f"The checkpoint has none. With its file, this command measures them:\n\n{fenced(command, 'sh')}"
+        return f"The checkpoint has none. This command measures them, with its file:\n\n{fenced(command, 'sh')}"
     exported_step = content.get("global_step", 0)
     lines = [f"| {inline_code(name)} | {rounded(value)} | {step:,} |" for name, step, value in rows]
     table = "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
@@ -182,9 +182,8 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
         sentences.append(
             "If the run averaged its weights, the metrics are those of the average, and the export is not."
         )
-    return (
-        f"{table}\n\n{' '.join(sentences)} With its file, this command measures them again:\n\n{fenced(command, 'sh')}"
-    )
+    sentences.append("This command measures them again, with the file of the checkpoint:")
+    return f"{table}\n\n{' '.join(sentences)}\n\n{fenced(command, 'sh')}"
 
 
 def _classes(module: TrainingModule) -> list[str]:

@@ -63,7 +63,7 @@ def serving(folder: Path) -> Iterator[str]:
             cwd=folder.parent,
             stdout=output,
             stderr=output,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
         )
     try:
         deadline = time.monotonic() + 240
