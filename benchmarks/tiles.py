@@ -38,71 +38,44 @@ from benchmarks.machine import describe, milliseconds
 from benchmarks.shapes import LENGTHS, MODELS, Shape, inputs
 from lightning_mhla.system.files import write_whole
 
-SHAPES = {shape.name: shape for shape in MODELS + LENGTHS}
 TINY = Shape("tiny", 1, 1, 32, 8, 16, 16, True)
+SHORT = Shape("LM 340M, 2k, C=16", 16, 4, 2048, 16, 128, 256, True)
+SHAPES = {shape.name: shape for shape in [*MODELS, *LENGTHS, SHORT]}
 
 CHANGES: dict[str, list[dict[str, int]]] = {
     "attend": [
         {"stages": 1},
+        {"stages": 2},
         {"stages": 3},
-        {"warps": 4},
         {"warps": 8},
-        {"rows": 128},
         {"rows": 128, "warps": 8},
-        {"rows": 128, "warps": 8, "stages": 3},
         {"rows": 32},
         {"columns": 32},
         {"columns": 64},
         {"columns": 128},
         {"slice": 32},
+        {"slice": 32, "stages": 3},
         {"slice": 64},
         {"slice": 128},
-        {"slice": 128, "warps": 4},
     ],
-    "summary": [
-        {"tokens": 32},
-        {"tokens": 64},
-        {"tokens": 128},
-        {"warps": 4},
-        {"stages": 1},
-        {"stages": 3},
-        {"keys": 64, "warps": 4},
-        {"values": 64, "warps": 4},
-    ],
-    "mix": [
-        {"stages": 1},
-        {"stages": 3},
-        {"warps": 4},
-        {"warps": 8},
-        {"columns": 64},
-        {"columns": 128},
-        {"columns": 256},
-        {"rows": 32},
-        {"rows": 64},
-        {"rows": 128},
-        {"terms": 16},
-        {"terms": 64},
-    ],
-    "pair": [
-        {"columns": 64},
-        {"columns": 64, "warps": 8},
-        {"warps": 8},
-        {"stages": 1},
-        {"stages": 3},
-        {"rows": 128, "warps": 8},
-        {"rows": 32},
-    ],
+    "summary": [{"tokens": 32}, {"tokens": 64}, {"warps": 2}, {"warps": 4}, {"warps": 8}, {"stages": 2}, {"stages": 3}],
+    "mix": [{"stages": 3}, {"warps": 8}, {"columns": 64}, {"columns": 256}, {"rows": 64}, {"rows": 128}, {"terms": 64}],
+    "mixing_gradient": [{"stages": 2}, {"warps": 2}, {"warps": 4}, {"warps": 8}, {"columns": 32}, {"columns": 128}],
+    "pair": [{"columns": 32}, {"warps": 8}, {"stages": 1}, {"stages": 3}],
+    "scan": [{"columns": 256}, {"columns": 512}, {"columns": 1024}],
 }
-"""Changes to the tiles that a function of ``config`` returns, such as ``attend_tiles``, by the first word of its name."""
+"""Changes to the tiles that a function of ``config`` returns, such as ``attend_tiles``, by the beginning of its name."""
 
 PLAN = (
     ("DeiT-S 224", "parallel", ("attend", "pair")),
     ("DiT-XL/2 256 px", "parallel", ("attend", "pair")),
-    ("DiT-XL/2 512 px", "chunked", ("attend", "summary", "mix")),
-    ("LM 340M, 2k", "chunked", ("attend", "summary", "mix")),
-    ("LM 340M, 2k", "exponential", ("attend",)),
-    ("LM 340M, 32k, C=64", "chunked", ("attend", "mix")),
-    ("Wan2.1-1.3B 480x800, 105 blocks", "chunked", ("attend", "summary", "mix")),
+    ("LM 340M, 2k", "chunked", ("attend", "summary", "mix", "mixing_gradient")),
+    ("LM 340M, 2k", "exponential", ("scan",)),
+    (SHORT.name, "spanning", ("attend",)),
+    ("DiT-XL/2 512 px", "chunked", ("attend", "summary", "mixing_gradient")),
+    ("SANA-0.6B 1024 px", "chunked", ("summary",)),
+    ("LM 340M, 32k, C=64", "chunked", ("mix", "mixing_gradient")),
+    ("Wan2.1-1.3B 480x800, 105 blocks", "chunked", ("attend", "mix")),
 )
 """Shapes, forms and kernels to measure. ``exponential`` is the chunked form with exponential mixing."""
 
@@ -130,7 +103,7 @@ def changed(job: TileJob) -> AbstractContextManager[Any]:
     """Return a context in which launches of the kernel use the changed tiles."""
     name = f"{job.kernel or 'attend'}_tiles"
     choose = getattr(config, name)
-    return mock.patch.object(config, name, lambda *sizes: replace(choose(*sizes), **job.change))
+    return mock.patch.object(config, name, lambda *sizes, **options: replace(choose(*sizes, **options), **job.change))
 
 
 def prepare(
@@ -146,7 +119,7 @@ def prepare(
     q, k, v, matrix = inputs(shape, device, torch.bfloat16)
     mixing: Any = matrix
     leaves = [q, k, v, matrix]
-    if form == "exponential":
+    if form in ("exponential", "spanning"):
         amplitude, decay = (torch.rand(TERMS, device=device).requires_grad_() for _ in range(2))
         mixing, leaves = ExponentialMixing(amplitude, decay), [q, k, v, amplitude, decay]
     options: dict[str, Any] = {"block_size": shape.block, "causal": shape.causal, "normalize": shape.normalized}

@@ -47,13 +47,14 @@ def small_tiles() -> Iterator[None]:
     """Use tiles of 16 and pieces of 40 tokens inside a ``with`` block, so that small problems have many of them."""
     tokens = {"rows": 16, "columns": 16, "slice": 16}
     patches = {
-        "attend_tiles": lambda dtype, x_width, out_width, whole, *others: config.AttendTiles(
+        "attend_tiles": lambda dtype, x_width, out_width, whole, chip, **others: config.AttendTiles(
             **tokens, outputs=config.power_of_two(out_width) if whole else 16
         ),
         "pair_tiles": lambda dtype, chip: config.AttendTiles(**tokens),
-        "summary_tiles": lambda dtype, key_width, value_width: config.SummaryTiles(tokens=16, keys=16, values=16),
+        "summary_tiles": lambda dtype, key_width, value_width, chip: config.SummaryTiles(tokens=16, keys=16, values=16),
         "mix_tiles": lambda dtype, blocks, chip: config.MixTiles(rows=16, terms=16, columns=32),
-        "scan_tiles": lambda terms: config.ScanTiles(terms=1 << (terms - 1).bit_length(), columns=32),
+        "mixing_gradient_tiles": lambda dtype, blocks, chip: config.MixingGradientTiles(rows=16, columns=32),
+        "scan_tiles": lambda terms, sums=1: config.ScanTiles(terms=1 << (terms - 1).bit_length(), columns=32),
         "PIECE": 40,
         "SPLIT": 40,
     }

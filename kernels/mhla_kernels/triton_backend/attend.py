@@ -463,11 +463,12 @@ def attend(
     terms = call.terms if chunked else 0
     order = 0 if chunked and not terms and call.block_causal else call.order  # mixed summaries contain the block itself
     pairwise = not chunked or terms > 0
-    short = terms > 0 and (mode in (DQ.value, DK.value) or call.chip not in (config.HOPPER, 100))
-    crowded = order > 0 and call.normalize
     tiles = config.attend_tiles(
-        x.dtype, x.shape[-1], out.shape[-1], full_width, pairwise, call.chip, short, chunked, crowded
-    )
+        x.dtype, x.shape[-1], out.shape[-1], full_width, call.chip,
+        summaries=chunked, pairs=pairwise or order > 0, matrix=pairwise,
+        fine=not chunked and call.columns.span(128) > 16,
+        short=terms > 0 and (mode in (DQ.value, DK.value) or call.chip != 100),
+    )  # fmt: skip
     parts = triton.cdiv(out.shape[-1], tiles.outputs)
     (pieces, piece_size), in_piece, span = call.pieces, 1, 1
     if chunked:

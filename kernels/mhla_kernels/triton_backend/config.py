@@ -98,13 +98,15 @@ def attend_tiles(
     x_width: int,
     out_width: int,
     full_width: bool,
-    parallel: bool,
     chip: int,
-    short: bool = False,
+    *,
     summaries: bool = False,
-    crowded: bool = False,
+    pairs: bool = True,
+    matrix: bool = False,
+    fine: bool = False,
+    short: bool = False,
 ) -> AttendTiles:
-    """Choose the tile sizes of the kernel that sums over pairs of tokens to compute outputs or the gradients of q, k and v.
+    """Choose the tile sizes of the kernel that computes outputs or the gradients of q, k and v.
 
     Rows and columns are those of the matrix of scores, one score for each token pair. If the kernel reads no block summaries,
     each matrix product sums over all features at once where possible. The loop over columns can then keep the rows loaded and
@@ -115,31 +117,46 @@ def attend_tiles(
         x_width: number of features that the scores sum over.
         out_width: number of features of the result.
         full_width: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
-        parallel: whether token pairs are weighted by a matrix of coefficients between blocks.
         chip: compute capability of the GPU times ten.
-        short: whether to use fewer rows, for kernels that need more registers per row.
         summaries: whether the kernel reads block summaries.
-        crowded: whether a kernel with summaries also sums a normalizer over token pairs. With four warps, its registers would
-            spill.
+        pairs: whether the kernel scores token pairs.
+        matrix: whether token pairs are weighted by a matrix of coefficients between blocks.
+        fine: whether 128 consecutive tokens may lie in more than 16 blocks.
+        short: whether to use fewer rows, for kernels that need more registers per row. Hopper does not need it.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
         outputs = out_width if full_width else min(out_width, 128)
+        if chip == HOPPER and outputs <= 128:
+            return _hopper_tiles(x_width, outputs, summaries, pairs, matrix, fine)
         rows = 64 if outputs <= 128 else 32
-        columns = 32 if full_width or (parallel and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
-        if parallel and ((full_width and outputs > 64) or short):
+        columns = 32 if full_width or (matrix and outputs > 64) or (chip != HOPPER and outputs <= 64) else rows
+        if matrix and ((full_width and outputs > 64) or short):
             rows = columns = 32
-        # On an H200, the operator takes 1.1 to 1.4 times as long with eight warps (benchmarks.tiles)
-        group = chip == HOPPER and summaries and not parallel and not crowded
-        warps = 4 if group or outputs <= 64 else 8
         small = summaries or (full_width and chip == HOPPER)  # larger slices spill
         slice_ = min(x_width, 64 if small else 128)
         if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
             slice_ = 32  # the stages of larger slices exceed the shared memory, with Triton 3.8
+        warps = 4 if outputs <= 64 or (chip == HOPPER and pairs) else 8
         return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
     outputs = out_width if full_width else min(out_width, 64)
     rows = 32 if outputs <= 64 else 16
     return AttendTiles(rows=rows, columns=rows, slice=min(x_width, 32), outputs=outputs)
+
+
+def _hopper_tiles(x_width: int, outputs: int, summaries: bool, pairs: bool, matrix: bool, fine: bool) -> AttendTiles:
+    """Choose the tiles of :func:`attend_tiles` for bfloat16 and up to 128 output features on Hopper.
+
+    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of four, a forward and backward
+    pass takes 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
+    """
+    if not summaries:
+        columns = 128 if max(x_width, outputs) <= 64 and not fine else 64
+        return AttendTiles(rows=64, columns=columns, slice=min(x_width, 128), outputs=outputs, stages=3)
+    if not pairs:
+        return AttendTiles(rows=64, columns=64, slice=min(x_width, 32), outputs=outputs, stages=3)
+    stages = 1 if matrix or outputs > 64 else 2
+    return AttendTiles(rows=64, columns=64, slice=min(x_width, 64), outputs=outputs, stages=stages)
 
 
 def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
@@ -150,7 +167,9 @@ def pair_tiles(dtype: torch.dtype, chip: int) -> AttendTiles:
         chip: compute capability of the GPU times ten.
     """
     if dtype == torch.bfloat16:
-        return AttendTiles(rows=64, columns=32, slice=64, warps=4 if chip == HOPPER else 8, stages=2)
+        return AttendTiles(
+            rows=64, columns=64 if chip == HOPPER else 32, slice=64, warps=4 if chip == HOPPER else 8, stages=2
+        )
     return AttendTiles(rows=32, columns=32, slice=32)
 
 
@@ -169,17 +188,21 @@ class SummaryTiles(Tiles):
     values: int
 
 
-def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int) -> SummaryTiles:
+def summary_tiles(dtype: torch.dtype, key_width: int, value_width: int, chip: int) -> SummaryTiles:
     """Choose the tile sizes of the Triton kernel that computes block summaries, ``sum_j k_j v_j^T``.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
         key_width: width of a key.
         value_width: width of a value.
+        chip: compute capability of the GPU times ten.
     """
     if dtype == torch.bfloat16:
         keys, values = min(power_of_two(key_width), 128), min(power_of_two(value_width), 128)
         tokens = 64 if keys * values < 128 * 128 else 32
+        if chip == HOPPER:  # on an H200, a pass takes up to 1.3 times as long with eight warps (benchmarks.tiles)
+            warps = 2 if keys * values <= 32 * 32 else 4
+            return SummaryTiles(tokens=tokens, keys=keys, values=values, warps=warps, stages=3)
         return SummaryTiles(tokens=tokens, keys=keys, values=values, warps=8, stages=2)
     keys, values = min(power_of_two(key_width), 64), min(power_of_two(value_width), 64)
     return SummaryTiles(tokens=32, keys=keys, values=values)
@@ -214,8 +237,10 @@ def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
     if dtype == torch.bfloat16:
         if has_few_blocks:
             return MixTiles(rows=16, terms=16, columns=256, stages=2)
-        # on an H200, eight warps take twice as long (benchmarks.tiles); on other chips, four spill
-        return MixTiles(rows=64, terms=32, columns=128, warps=4 if chip == HOPPER else 8, stages=2)
+        # on an H200, a pass takes up to 1.2 times as long with eight warps (benchmarks.tiles); on other chips, four spill
+        if chip == HOPPER:
+            return MixTiles(rows=64 if blocks <= 64 else 128, terms=32, columns=128, warps=4, stages=2)
+        return MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
     return MixTiles(rows=16, terms=16, columns=128) if has_few_blocks else MixTiles(rows=32, terms=32, columns=64)
 
 
@@ -232,13 +257,33 @@ def mixing_gradient_parts(tiles: int, width: int) -> int:
     return max(1, min(PROGRAMS // tiles, width // 1024))
 
 
-def mixing_gradient_columns(chip: int) -> int:
-    """Return how many entries of a block summary the kernel for the gradient of mixing coefficients loads at a time.
+@dataclass(frozen=True, kw_only=True)
+class MixingGradientTiles(Tiles):
+    """Tile sizes of the Triton kernel for the gradient of mixing coefficients.
+
+    Attributes:
+        rows: number of query blocks in a tile, and number of key blocks.
+        columns: number of summary entries that are loaded and summed over at a time.
+    """
+
+    rows: int
+    columns: int
+
+
+def mixing_gradient_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixingGradientTiles:
+    """Choose the tile sizes of the kernel that computes the gradient of mixing coefficients.
 
     Args:
+        dtype: dtype of the operands, float32 or bfloat16.
+        blocks: number of blocks.
         chip: compute capability of the GPU times ten.
     """
-    return 64 if chip in (HOPPER, 100) else 32
+    columns = 64 if chip in (HOPPER, 100) else 32
+    if dtype == torch.bfloat16 and chip == HOPPER:
+        rows = min(power_of_two(blocks), 128)
+        return MixingGradientTiles(rows=rows, columns=columns, warps=max(2, rows // 16), stages=3)
+    mixing = mix_tiles(dtype, blocks, chip)
+    return MixingGradientTiles(rows=mixing.rows, columns=columns, warps=mixing.warps, stages=mixing.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +299,12 @@ class ScanTiles(Tiles):
     columns: int
 
 
-def scan_tiles(terms: int) -> ScanTiles:
-    """Choose the tile sizes of the Triton kernels for exponential mixing with ``terms`` exponential terms."""
+def scan_tiles(terms: int, sums: int = 1) -> ScanTiles:
+    """Choose the tile sizes of the Triton kernels for exponential mixing with ``terms`` exponential terms.
+
+    Args:
+        terms: number of terms.
+        sums: number of running sums that a kernel keeps for each term and entry.
+    """
     padded = 1 << (terms - 1).bit_length()
-    return ScanTiles(terms=padded, columns=max(64, min(256, 2048 // padded)), stages=2)
+    return ScanTiles(terms=padded, columns=max(64, min(1024, 4096 // (padded * sums))), stages=2)

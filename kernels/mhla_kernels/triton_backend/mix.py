@@ -194,10 +194,13 @@ class DenseMixer:
         blocks = call.tables.blocks
         mixed = summary.new_empty(len(summary), blocks, width)
         tiles = config.mix_tiles(call.q.dtype, max(blocks, column_blocks), call.chip)
-        matrix, *matrix_strides = self.pairs(call)
+        (matrix,) = call.coefficients
+        if transposed:  # the kernel sums over rows of the matrix: make their coefficients adjacent in memory
+            matrix = matrix.mT.contiguous().mT
+        h, i, j = matrix.stride()
         mix_kernel[(call.rows * triton.cdiv(blocks, tiles.rows), triton.cdiv(width, tiles.columns))](
-            matrix, summary, mixed, call.tables.table, call.columns.tables.table, *matrix_strides, blocks, column_blocks,
-            call.heads,
+            matrix, summary, mixed, call.tables.table, call.columns.tables.table, 0 if len(matrix) == 1 else h, i, j,
+            blocks, column_blocks, call.heads,
             INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, TRANSPOSED=transposed, ISOLATED=call.isolates_sequences,
             WIDTH=width, ROWS=tiles.rows, TERMS=tiles.terms, COLUMNS=tiles.columns, **call.schedule(tiles),
         )  # fmt: skip
@@ -233,7 +236,7 @@ class DenseMixer:
         """
         size, column_size = call.coefficients[0].shape[1:]
         _, column_blocks, width = summary.shape
-        tiles = config.mix_tiles(call.q.dtype, max(size, column_size), call.chip)
+        tiles = config.mixing_gradient_tiles(call.q.dtype, max(size, column_size), call.chip)
         side, column_side = triton.cdiv(size, tiles.rows), triton.cdiv(column_size, tiles.rows)
         parts = config.mixing_gradient_parts(call.rows * side * column_side, width)
         gradient = call.q.new_empty(parts, call.rows, size, column_size, dtype=torch.float32)
@@ -241,8 +244,7 @@ class DenseMixer:
         mixing_gradient_kernel[(call.rows * side, column_side, parts)](
             d_mixed, summary, gradient, sequences, call.columns.tables.sequences, d_mixed.shape[1], column_blocks,
             sequences.shape[1], size, column_size,
-            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, WIDTH=width, ROWS=tiles.rows,
-            COLUMNS=config.mixing_gradient_columns(call.chip),
+            INPUT=TL_DTYPES[call.q.dtype], CAUSAL=call.order, WIDTH=width, ROWS=tiles.rows, COLUMNS=tiles.columns,
             **call.schedule(tiles),
         )  # fmt: skip
         return [gradient.sum(0)]

@@ -112,8 +112,9 @@ def scan_gradient_kernel(
     fade = tl.exp(-tl.load(decay + (row % heads) * stride_h + terms, mask=terms < TERMS, other=0.0))
     state = tl.zeros([TERMS_PADDED, COLUMNS], tl.float32)
     slope = tl.zeros([TERMS_PADDED, COLUMNS], tl.float32)
-    da = tl.zeros([TERMS_PADDED], tl.float32)
-    dl = tl.zeros([TERMS_PADDED], tl.float32)
+    # one sum for each entry, added up after the loop: a reduction over threads in each step would take longer than its loads
+    da = tl.zeros([TERMS_PADDED, COLUMNS], tl.float32)
+    dl = tl.zeros([TERMS_PADDED, COLUMNS], tl.float32)
     gradient += row * blocks * WIDTH
     summary += row * blocks * WIDTH
     for i in range(0, blocks):
@@ -125,13 +126,13 @@ def scan_gradient_kernel(
         if INCLUSIVE:  # at distance 0, where the decay has no effect
             state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
         r = tl.load(gradient + offset, mask=inside, other=0.0)
-        da += tl.sum(state * r[None, :], 1)
-        dl += tl.sum(slope * r[None, :], 1)
+        da += state * r[None, :]
+        dl += slope * r[None, :]
         if not INCLUSIVE:
             state += tl.load(summary + offset, mask=inside, other=0.0)[None, :]
     share = (row * parts + part) * TERMS + terms
-    tl.store(amplitude_gradient + share, da, mask=terms < TERMS)
-    tl.store(decay_gradient + share, -a * dl, mask=terms < TERMS)
+    tl.store(amplitude_gradient + share, tl.sum(da, 1), mask=terms < TERMS)
+    tl.store(decay_gradient + share, -a * tl.sum(dl, 1), mask=terms < TERMS)
 
 
 class ExponentialMixer:
@@ -193,7 +194,7 @@ class ExponentialMixer:
         """
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
-        tiles = config.scan_tiles(terms)
+        tiles = config.scan_tiles(terms, sums=4)
         parts = triton.cdiv(width, tiles.columns)
         of_amplitude, of_decay = (d_mixed.new_empty(call.rows, parts, terms) for _ in range(2))
         scan_gradient_kernel[(call.rows * parts,)](

@@ -193,7 +193,7 @@ def summarize(
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width
     value_weight, normalizer_weight = weights or (call.q, call.q)
-    tiles = config.summary_tiles(call.q.dtype, call.key_width, call.value_width)
+    tiles = config.summary_tiles(call.q.dtype, call.key_width, call.value_width, call.chip)
     parts = triton.cdiv(call.key_width, tiles.keys) * triton.cdiv(call.value_width, tiles.values)
     terms, term_weight = call.terms, call.coefficients[1 if reverse else 2] if call.terms else call.q
     rows = call.rows * max(1, terms)
