@@ -15,10 +15,12 @@ import pytest
 import torch
 from fork_server import ForkServer
 from mhla_kernels import mhla_attention
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
     architectures,
     attention,
+    everyday,
     generation,
     layers,
     linearize,
@@ -26,10 +28,12 @@ from benchmarks import (
     models,
     peers,
     real_language,
+    roofline,
     sana,
     wan,
 )
-from benchmarks.shapes import MODELS, Rates, Shape, least_cost
+from benchmarks.generation import build
+from benchmarks.shapes import MODELS, SMALL, Rates, Shape, least_cost
 
 ROOT = Path(__file__).parents[1]
 
@@ -123,6 +127,85 @@ def test_times_on_a_gpu_in_the_documentation_are_measured() -> None:
         assert measured.get("name", measured.get("shape")) == softmax["name"]
         assert ratios == ", ".join(f"{softmax[key] / measured[key]:.1f}" for key in ("forward_ms", "both_ms"))
     assert len(table) == 7
+
+
+def test_the_operator_is_compared_with_its_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["roofline", "--runs", "1", "--longest", "512", "--out", str(tmp_path)])
+    roofline.main()
+    rows = json.loads((tmp_path / "roofline-cpu.json").read_text())["rows"]
+    assert {row["name"] for row in rows} == {shape.name for shape in SMALL if shape.tokens <= 512}
+    for row in rows:
+        times = {name: values[0] for name, values in row["milliseconds"].items()}
+        bound = min(times["chunked"], times["parallel"])
+        assert row["share"] == pytest.approx({"forward": bound / times["forward"], "both": 3 * bound / times["both"]})
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_products_are_those_of_the_operator(causal: bool) -> None:
+    """Their operations are those of the cheaper form in the operator's documentation, counted by torch."""
+    shape = Shape("small", 2, 3, 64, 16, 8, 4, causal)
+    n, m, k, v = shape.tokens, shape.blocks, shape.key_width, shape.value_width
+    chunked = 4 * n * k * v + 2 * m * m * k * v + (2 * n * shape.block * (k + v) if causal else 0)
+    expected = {"chunked": 6 * chunked, "parallel": 6 * 2 * n * n * (k + v)}
+    for name, function in roofline.products(shape).items():
+        with FlopCounterMode(display=False) as counter:
+            function()
+        assert counter.get_total_flops() == expected[name]
+
+
+def test_everyday_work_is_measured_in_turn_with_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(everyday, "CONTEXT", 256)
+    monkeypatch.setattr(everyday, "STEPS", 2)
+    monkeypatch.setattr(everyday, "IMAGES", 100)
+    options = ["--only", "vision", "text 512", "images, 0", "generation", "--runs", "1", "--profile", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["everyday", *options])
+    everyday.main()
+    rows = json.loads((tmp_path / "everyday-cpu.json").read_text())["rows"]
+    names = ["text 512", "vision", "vision training", "images, 0 workers", "generation 1", "generation 16"]
+    assert [row["name"] for row in rows] == names
+    for row in rows:
+        ((ours, peer),) = row["seconds"]
+        assert row["ratio"] == pytest.approx(peer / ours)
+        assert 0 < sum(row["profile"].values()) <= 1.001
+
+
+def test_models_of_everyday_work_have_the_size_of_their_peers() -> None:
+    ours, peer = (sum(x.numel() for x in model.parameters()) for model in (build("exponential", 512), everyday.llama(512)))
+    assert ours == pytest.approx(peer, rel=0.1)
+
+
+@pytest.mark.parametrize("config", everyday.FITS)
+def test_a_fit_is_measured_beside_a_bare_loop(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(everyday.FITS, config, (2, ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]))
+    ours, peer = everyday.fit(config, tmp_path)
+    assert ours() > 0
+    assert peer() > 0
+    (run,) = tmp_path.glob("run*")
+    assert (run / "checkpoints").is_dir() or list(run.rglob("last.ckpt"))
+
+
+def test_everyday_work_in_the_documentation_is_measured() -> None:
+    """Every ratio in the table is that of a row of the committed results."""
+    rows = json.loads((ROOT / "benchmarks/results/everyday-cpu.json").read_text())["rows"]
+    page = (ROOT / "docs/operator.md").read_text()
+    table = page.partition("| work | peer |")[2].partition("\n\n")[0].splitlines()[2:]
+    ratios = [line.strip("|").split("|")[-1].strip() for line in table]
+    expected = []
+    for row in rows:
+        by_run = sorted(peer / ours for ours, peer in row["seconds"])
+        expected.append(f"{row['ratio']:.2f} ({by_run[0]:.2f} to {by_run[-1]:.2f})")
+    assert ratios == expected
+
+
+def test_shares_of_the_roofline_in_the_documentation_are_measured() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/roofline-cpu.json").read_text())["rows"]
+    page = (ROOT / "docs/operator.md").read_text()
+    table = page.partition("| shape | products, ms |")[2].partition("\n\n")[0].splitlines()[2:]
+    assert len(table) == len(rows)
+    for line, row in zip(table, rows, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == row["name"]
+        assert cells[-2:] == [f"{row['share'][key]:.2f}" for key in ("forward", "both")]
 
 
 def test_losses_are_compared_to_the_last_bit(

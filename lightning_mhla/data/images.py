@@ -81,7 +81,8 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
                 f"{name}: an image of {width} x {height} pixels is too large or too narrow (at most {LARGEST_IMAGE:,} pixels, "
                 f"and {NARROWEST} times as long as wide)"
             )
-        return _as_shown(image).convert(mode)
+        image = _as_shown(image)
+        return image if image.mode == mode else image.convert(mode)  # convert would copy
     except BrokenSampleError:
         raise
     except UnidentifiedImageError as error:
@@ -105,7 +106,8 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 
 def _as_shown(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits."""
-    image = ImageOps.exif_transpose(image)
+    image.load()
+    ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
         image = Image.fromarray(levels.astype(np.uint8))

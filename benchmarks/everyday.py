@@ -1,0 +1,325 @@
+"""Everyday work on a CPU beside its peers: training on texts, vision, loading of images, generation, Lightning's Trainer.
+
+    lightning bench everyday --out benchmarks/results
+    lightning bench everyday --only vision --profile
+
+Each comparison alternates between this package and its peer, in one process and with all threads that torch takes. The ratio of
+a run is the peer's time divided by this package's; the table has the median of the runs, and the smallest and the largest.
+``--profile`` adds the share of the time that each operator of torch takes in one run of this package.
+
+``text N`` trains 4 layers of width 256 with exponential mixing on 4,096 tokens, in sequences of N, beside a Llama of
+transformers of equal size. ``vision`` is a layer of DINOv2-S with 257 tokens, beside the same layer with softmax. ``images``
+is one epoch of 1,500 JPEG files of 500 x 375 pixels, beside torchvision's ImageFolder with the same transform. ``generation
+B`` decodes B sequences after 8,192 tokens, beside transformers' Llama with its cache. ``fit`` is ``lightning fit`` with
+validation, pictures and checkpoints, beside a loop that trains the same model on the same data and does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from lightning import Callback, LightningModule, Trainer
+from mhla_tasks.classification import ImageNetShards, Mnist
+from mhla_tasks.classification.data import AugmentConfig
+from mhla_tasks.language import PythonSource
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+from torchvision.datasets import ImageFolder
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks import layers
+from benchmarks.generation import SIZE, build
+from benchmarks.machine import describe
+from benchmarks.throughput import build as build_configured
+from lightning_mhla import GenerationCache
+from lightning_mhla.system.files import write_whole
+
+ROOT = Path(__file__).parents[1]
+Work = Callable[[], float]
+"""Function that does a fixed amount of work once, and returns the seconds that it took."""
+CONTEXT, STEPS, IMAGES = 8192, 64, 1500
+FITS = {
+    "classification/mnist": (186, ["--trainer.max_epochs", "3"]),
+    "language/stdlib": (
+        150,
+        ["--trainer.max_steps=150", "--trainer.val_check_interval=150", "--trainer.limit_val_batches=0.5"],
+    ),
+}
+"""Configurations of the comparison with a bare loop: number of training steps, and the options of ``lightning fit`` for it. The
+second one validates after half as many steps as its file says, with half of the batches."""
+
+
+def timed(function: Callable[[], object]) -> Work:
+    """Turn a function into one that returns the seconds that it takes."""
+
+    def work() -> float:
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+
+    return work
+
+
+def llama(context: int) -> LlamaForCausalLM:
+    """Build transformers' Llama with the size of the model of ``benchmarks.generation`` and random weights."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=SIZE["vocab_size"],
+            hidden_size=SIZE["dim"],
+            intermediate_size=SIZE["mlp_width"],
+            num_hidden_layers=SIZE["depth"],
+            num_attention_heads=SIZE["heads"],
+            max_position_embeddings=context,
+            tie_word_embeddings=True,
+        )
+    )
+
+
+def text(tokens: int) -> tuple[Work, Work]:
+    """Return the training of both language models, two steps each, on a batch of 4,096 tokens."""
+    batch = torch.randint(SIZE["vocab_size"], (4096 // tokens, tokens))
+
+    def steps(model: nn.Module) -> Work:
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+
+        def run() -> None:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+
+        return timed(run)
+
+    return steps(build("exponential", tokens)), steps(llama(tokens))
+
+
+def vision(part: str) -> tuple[Work, Work]:
+    """Return ten passes (``part``: forward or both) of a layer on images with 257 tokens, with MHLA and with softmax."""
+    functions = layers.calls(16)
+
+    def ten(kind: str) -> Work:
+        return timed(lambda: [functions[kind, part]() for _ in range(10)])
+
+    return ten("mhla"), ten("softmax")
+
+
+def images(workers: int, folder: Path) -> tuple[Work, Work]:
+    """Return the reading of all images of a folder once: by the data module, and by torchvision with the same transform."""
+    plain = AugmentConfig(auto_augment=None, color_jitter=0.0, random_erasing=0.0)
+    data = ImageNetShards(str(folder), str(folder), batch_size=50, num_workers=workers, augment=plain)
+    data.setup("fit")
+    transform = data._augmented()
+    peer = DataLoader(ImageFolder(str(folder), transform), 50, shuffle=True, num_workers=workers, drop_last=True)
+
+    def read(loader: Callable[[], Any]) -> Work:
+        return timed(lambda: [None for _ in loader()])
+
+    return read(data.train_dataloader), read(lambda: peer)
+
+
+def write_images(folder: Path, count: int) -> None:
+    """Write JPEG files of 500 x 375 pixels with the coarse structure of photographs, in ten class folders."""
+    random = np.random.default_rng(0)
+    for index in range(count):
+        coarse = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize(
+            (500, 375), Image.Resampling.BICUBIC
+        )
+        grain = random.normal(0, 8, (375, 500, 3))
+        pixels = np.clip(np.asarray(coarse, dtype=np.float64) + grain, 0, 255).astype(np.uint8)
+        place = folder / f"class{index % 10}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(place / f"{index}.jpg", quality=90)
+
+
+@torch.inference_mode()
+def generation(rows: int) -> tuple[Work, Work]:
+    """Return the steps of both models with ``rows`` equal contexts of 8,192 tokens, as they go on from run to run."""
+    context = torch.randint(SIZE["vocab_size"], (1, CONTEXT))
+    token = torch.zeros(rows, 1, dtype=torch.long)
+
+    def steps(model: Any, cache: Any) -> Work:
+        for piece in context.split(2048, 1):
+            model(piece, past_key_values=cache, logits_to_keep=1, use_cache=True)
+        if isinstance(cache, GenerationCache):
+            cache.select([0] * rows)
+        else:
+            cache.batch_repeat_interleave(rows)
+
+        @torch.inference_mode()
+        def run() -> None:
+            last = token
+            for _ in range(STEPS):
+                last = model(last, past_key_values=cache, use_cache=True).logits[:, -1].argmax(-1, keepdim=True)
+
+        return timed(run)
+
+    room = CONTEXT + 100 * STEPS
+    return steps(build("exponential", room), GenerationCache(SIZE["depth"])), steps(llama(room).eval(), DynamicCache())
+
+
+class TrainingClock(Callback):
+    """Callback that writes how many seconds a training took, with validation, pictures and checkpoints.
+
+    Args:
+        path: file for the number of seconds.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self._start = Path(path), 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the seconds since the start."""
+        self.path.write_text(str(time.perf_counter() - self._start))
+
+
+def fit(config: str, folder: Path) -> tuple[Work, Work]:
+    """Return a training by ``lightning fit``, and by a loop without logs, validation, pictures and checkpoints.
+
+    Args:
+        config: name of the configuration, a key of :data:`FITS`.
+        folder: folder for the runs.
+    """
+    count, options = FITS[config]
+
+    def trainer() -> float:
+        clock, run = folder / "seconds", folder / f"run{time.monotonic_ns()}"
+        added = {"class_path": "benchmarks.everyday.TrainingClock", "init_args": {"path": str(clock)}}
+        command = [
+            sys.executable,
+            "-m",
+            "mhla_tasks",
+            "fit",
+            "--config",
+            str(ROOT / f"configs/{config}.yaml"),
+            *options,
+        ]
+        command += ["--trainer.callbacks+", json.dumps(added), "--run_dir", str(run), "--allow", "benchmarks.everyday"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-1000:]}")
+        return float(clock.read_text())
+
+    def bare() -> float:
+        torch.manual_seed(0)
+        module: Any = build_configured(ROOT / f"configs/{config}.yaml", compiled=False)[0]
+        module.configure_model()
+        is_text = config.startswith("language")
+        data: Any = PythonSource(batch_size=8, context=512, vocab_size=2048) if is_text else Mnist(augment=False)
+        data.prepare_data()
+        data.setup("fit")
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+        def batches() -> Iterator[dict[str, torch.Tensor]]:
+            while True:
+                yield from data.train_dataloader()
+
+        stream, start = batches(), time.perf_counter()
+        for _ in range(count):
+            batch = next(stream)
+            if is_text:
+                logits = module.network(batch["tokens"][:, :-1]).logits
+                loss = F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
+            else:
+                loss = F.cross_entropy(module.network(batch["image"]), batch["label"], label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+            optimizer.step()
+        return time.perf_counter() - start
+
+    return trainer, bare
+
+
+def comparisons(stack: ExitStack) -> dict[str, Callable[[], tuple[Work, Work]]]:
+    """Return functions that prepare each comparison, by name. ``stack`` removes their folders."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+
+    def pictures(workers: int) -> tuple[Work, Work]:
+        if not (folder / "images").exists():
+            write_images(folder / "images", IMAGES)
+        return images(workers, folder / "images")
+
+    return {
+        "text 512": lambda: text(512),
+        "text 4096": lambda: text(4096),
+        "vision": lambda: vision("forward"),
+        "vision training": lambda: vision("both"),
+        "images, 0 workers": lambda: pictures(0),
+        "images, 2 workers": lambda: pictures(2),
+        "generation 1": lambda: generation(1),
+        "generation 16": lambda: generation(16),
+        **{f"fit {config}": partial(fit, config, folder) for config in FITS},
+    }
+
+
+def shares_of_time(work: Work) -> dict[str, float]:
+    """Return the share of the CPU time that each of the ten longest operators of torch takes in one run."""
+    with profile(activities=[ProfilerActivity.CPU]) as run:
+        work()
+    events = run.key_averages()
+    total = sum(event.self_cpu_time_total for event in events)
+    longest = sorted(events, key=lambda event: -event.self_cpu_time_total)[:10]
+    return {event.key: round(event.self_cpu_time_total / total, 3) for event in longest}
+
+
+def main() -> None:
+    """Measure, print a row for each comparison, and write JSON after each."""
+    parser = argparse.ArgumentParser(prog="lightning bench everyday", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of the names of the comparisons to make")
+    parser.add_argument("--runs", type=int, default=5, help="runs of each side (default: 5)")
+    parser.add_argument("--profile", action="store_true", help="add the longest operators of this package's run")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmarks"), help="folder of the results")
+    options = parser.parse_args()
+    console, rows = Console(width=150), []
+    table = Table(title="peer's time / this package's time: median of the runs (smallest to largest)")
+    for title in ("comparison", "ours, s", "peer, s", "ratio"):
+        table.add_column(title, justify="left" if title == "comparison" else "right")
+    options.out.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        for name, prepare in comparisons(stack).items():
+            if options.only and not name.startswith(tuple(options.only)):
+                continue
+            ours, peer = prepare()
+            if not name.startswith("fit"):
+                ours(), peer()  # the first run allocates memory
+            pairs = [(ours(), peer()) for _ in range(options.runs)]
+            ratios = sorted(other / own for own, other in pairs)
+            row: dict[str, Any] = {"name": name, "seconds": pairs, "ratio": median(ratios)}
+            if options.profile and not name.startswith("fit"):
+                row["profile"] = shares_of_time(ours)
+            rows.append(row)
+            medians = (f"{median(side):.3f}" for side in zip(*pairs, strict=True))
+            table.add_row(name, *medians, f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+            content = {"machine": describe(torch.device("cpu")), "rows": rows}
+            write_whole(options.out / "everyday-cpu.json", json.dumps(content, indent=1) + "\n")
+    console.print(table)
+    for row in rows:
+        if "profile" in row:
+            console.print(f"{row['name']}: " + ", ".join(f"{key} {share:.0%}" for key, share in row["profile"].items()))
+
+
+if __name__ == "__main__":
+    main()
