@@ -157,7 +157,18 @@ def test_everyday_work_is_measured_in_turn_with_its_peers(tmp_path: Path, monkey
     monkeypatch.setattr(everyday, "CONTEXT", 256)
     monkeypatch.setattr(everyday, "STEPS", 2)
     monkeypatch.setattr(everyday, "IMAGES", 100)
-    options = ["--only", "vision", "text 512", "images, 0", "generation", "--runs", "1", "--profile", "--out", str(tmp_path)]
+    options = [
+        "--only",
+        "vision",
+        "text 512",
+        "images, 0",
+        "generation",
+        "--runs",
+        "1",
+        "--profile",
+        "--out",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", ["everyday", *options])
     everyday.main()
     rows = json.loads((tmp_path / "everyday-cpu.json").read_text())["rows"]
@@ -170,7 +181,9 @@ def test_everyday_work_is_measured_in_turn_with_its_peers(tmp_path: Path, monkey
 
 
 def test_models_of_everyday_work_have_the_size_of_their_peers() -> None:
-    ours, peer = (sum(x.numel() for x in model.parameters()) for model in (build("exponential", 512), everyday.llama(512)))
+    ours, peer = (
+        sum(x.numel() for x in model.parameters()) for model in (build("exponential", 512), everyday.llama(512))
+    )
     assert ours == pytest.approx(peer, rel=0.1)
 
 
