@@ -82,8 +82,10 @@ LONGEST = (
 
 LONG = (
     "test_accumulation::test_every_callback_of_a_shipped_run_lasts",
+    "test_benchmarks::test_a_fit_is_measured_beside_a_bare_loop",
     "test_benchmarks::test_a_step_of_linearising_a_1b_llama_is_counted_on_fake_tensors",
     "test_benchmarks::test_architectures_are_measured_by_kind_and_size",
+    "test_benchmarks::test_everyday_work_is_measured_in_turn_with_its_peers",
     "test_benchmarks::test_kernels_compile_ahead_of_time_within_their_limits",
     "test_benchmarks::test_losses_are_compared_to_the_last_bit",
     "test_benchmarks::test_tiles_are_measured_one_change_at_a_time",
