@@ -30,8 +30,15 @@ def map_features(
         Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.
     """
     if feature_map == "relu":
-        q, k = q.relu() + FEATURE_MAP_FLOOR, k.relu() + FEATURE_MAP_FLOOR
+        q, k = rectify(q), rectify(k)
     return hide(q, query_mask), hide(k, key_mask), hide(v, key_mask)
+
+
+def rectify(x: Tensor) -> Tensor:
+    """Return ``relu(x) + 1e-6``."""
+    features = x.relu()
+    # a gradient of relu is computed from its result, which must then stay as it is
+    return features + FEATURE_MAP_FLOOR if features.requires_grad else features.add_(FEATURE_MAP_FLOOR)
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -63,7 +70,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> 
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     mapped = x.to(dtype)
     if relu:
-        mapped = mapped.relu() + FEATURE_MAP_FLOOR
+        mapped = rectify(mapped)
     pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
     a, b = pairs.unbind(-1)
     cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))

@@ -205,7 +205,21 @@ def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
     lines = [
         f'<p>{html.escape(step.purpose)}:</p><pre class="command">{_command(step.command)}</pre>' for step in steps
     ]
-    return f'<div class="next"><h2>{title}</h2>{"".join(lines)}</div>'
+    return f'<div class="next"><h2>{title}</h2>{"".join(lines)}{_weights(checkpoints, record)}</div>'
+
+
+def _weights(checkpoints: Path, record: Mapping[str, Any]) -> str:
+    """Return HTML that says which weights the commands for a finished run read, and where its best weights are."""
+    if not record["finished"]:
+        return ""
+    text, best = f"These commands read the weights of the last step, {record['steps']:,}.", record["best"]
+    if best and "file" in best and best["step"] != record["steps"]:
+        file = f"{checkpoints.name}/{best['file']}"
+        text += (
+            f" The best {html.escape(best['metric'])} is that of step {best['step']:,}: for these weights, name "
+            f"<code>{html.escape(file)}</code> in the folder of the run."
+        )
+    return f"<p>{text}</p>"
 
 
 def _command(text: str) -> str:

@@ -126,6 +126,20 @@ def test_what_comes_first_is_above_what_comes_later(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
+@pytest.mark.parametrize(
+    ("step", "file", "says_best"), [(600, "best<1>.ckpt", True), (1200, "a.ckpt", False), (600, None, False)]
+)
+def test_a_report_says_whose_weights_its_commands_read(
+    step: int, file: str | None, says_best: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "config.yaml").touch()
+    best = {"metric": "val/loss", "mode": "min", "value": 0.25, "step": step} | ({} if file is None else {"file": file})
+    text = text_of(page_of(tmp_path, record(finished=True, best=best), {}))
+    assert "These commands read the weights of the last step, 1,200." in text
+    assert ("is that of step 600: for these weights, name checkpoints/best<1>.ckpt in the folder" in text) is says_best
+    assert "These commands" not in text_of(page_of(tmp_path, record(best=best), {}))
+
+
 def test_the_next_command_depends_on_the_state_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run, content = tmp_path / "a run", record()

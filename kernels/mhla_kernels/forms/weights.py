@@ -32,7 +32,8 @@ def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *
 def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
     """Expand mixing coefficients ``[..., Mq, Mk]`` from pairs of blocks to pairs of N queries and J keys, ``[..., N, J]``."""
     if mixing.device.type == "cpu":
-        return mixing.index_select(-2, queries.block).index_select(-1, keys.block)
+        # columns first: their single numbers are few, and the rows that are copied afterwards lie in one piece
+        return mixing.index_select(-1, keys.block).index_select(-2, queries.block)
     # slower on a CPU; but on a GPU, the gradient of index_select is added up in a different order in each run
     return mixing[..., queries.block[:, None], keys.block]
 
