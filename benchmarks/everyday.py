@@ -306,7 +306,7 @@ def main() -> None:
             if not name.startswith("fit"):
                 ours(), peer()  # the first run allocates memory
             pairs = [(ours(), peer()) for _ in range(options.runs)]
-            ratios = sorted(other / own for own, other in pairs)
+            ratios = sorted(of_peer / of_ours for of_ours, of_peer in pairs)
             row: dict[str, Any] = {"name": name, "seconds": pairs, "ratio": median(ratios)}
             if options.profile and not name.startswith("fit"):
                 row["profile"] = shares_of_time(ours)
