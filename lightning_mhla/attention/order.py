@@ -34,7 +34,7 @@ class TokenOrder(LayoutTables):
             self.register_buffer("inverse", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the permutation for a token layout.
+        """Compute and store the permutation for a token layout.
 
         Args:
             layout: token grid and its partition into blocks.

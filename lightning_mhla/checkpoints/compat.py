@@ -35,8 +35,8 @@ def check_attention(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -
 
     Args:
         checkpoint: entries of the checkpoint.
-        options: options of the run's model. ``attention`` is compared if both have it. ``cross_attention``, the replacement of
-            cross-attention in a model of a library, is compared if the run's model has the option, which may be None.
+        options: options of the run's model. ``attention`` is compared if both have it. ``cross_attention``, the attention that
+            replaces cross-attention in a model of another library, is compared if the run's model has it, even as None.
 
     Raises:
         ValueError: if an option differs. The message names the option and the value to set.

@@ -218,7 +218,7 @@ def _check_types(entries: Mapping[str, Any], place: str) -> None:
         place: location of the entries, for error messages.
 
     Raises:
-        ValueError: if ``architecture`` is missing, or an entry has a wrong type.
+        ValueError: if ``architecture`` is missing, or an entry has the wrong type.
     """
     for entry, kind in ENTRIES.items():
         value = entries.get(entry, None if kind is str else {})

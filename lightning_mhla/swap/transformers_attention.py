@@ -388,8 +388,8 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
 
     Returns:
-        The reordered batch. If the mask's values cannot be read, as in compiled graphs, the number of padding tokens is
-        unknown.
+        The reordered batch, with the number of tokens of each row that are not padding. This number is None without a mask, and
+        if the mask's values cannot be read, as in compiled graphs.
     """
     if mask is None:
         q, k, v = heads

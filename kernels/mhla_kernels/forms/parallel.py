@@ -95,9 +95,9 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs
 
 
 def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Return whether the computation in parts supports these tensors, and would have several parts.
+    """Return whether these tensors can be processed in parts, and would be divided into more than one.
 
-    Supported are plain tensors on a CPU, outside of the transformations of ``torch.func`` and of tracing.
+    Only plain tensors on a CPU can, outside the transformations of ``torch.func`` and outside tracing.
     """
     tensors = (q, k, *others)
     return (

@@ -14,14 +14,16 @@ PART = 2 * 2**20
 
 
 def in_parts(run: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: int) -> Tensor:
-    """Call a function for parts of the batch on a CPU, and concatenate its results.
+    """Call a function for one part of the batch after another on a CPU, and concatenate the results.
+
+    Parts are chosen such that the intermediate values of one part fit into the cache of a core.
 
     On other devices, and while a graph is recorded, the function is called once for the complete batch.
 
     Args:
         run: function of the tensors, whose result has the batch as axis 0.
         tensors: tensors ``[B, ...]``; the first one gives the dtype in which ``run`` computes.
-        numbers: number of intermediate values that ``run`` holds for one batch row.
+        numbers: number of intermediate values that ``run`` holds for one batch row, which determines the size of a part.
     """
     first = tensors[0]
     if first.device.type != "cpu" or is_traced() or torch.jit.is_tracing() or len(first) == 1:  # type: ignore[attr-defined]

@@ -57,7 +57,7 @@ def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlock
 
 
 def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
-    """Multiply the products of token pairs by their mixing coefficients, and hide pairs that must not attend to each other.
+    """Multiply the products of token pairs by their mixing coefficients, and hide pairs whose query must not attend to the key.
 
     Later keys, and keys of a different packed sequence, are hidden. They are hidden before the multiplication, because zero
     times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. They are hidden after

@@ -262,7 +262,7 @@ class MixingGradientTiles(Tiles):
     """Tile sizes of the Triton kernel for the gradient of mixing coefficients.
 
     Attributes:
-        rows: number of query blocks in a tile, and number of key blocks.
+        rows: number of query blocks in a tile, and also its number of key blocks (tiles are square).
         columns: number of summary entries that are loaded and summed over at a time.
     """
 

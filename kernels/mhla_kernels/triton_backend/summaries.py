@@ -171,24 +171,24 @@ def summarize(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the summary of every block: ``S = sum_j k_j v_j^T``, row by row, then ``z = sum_j k_j``.
 
-    A long block is divided into pieces, whose summaries are computed first. In the spanning form of attention, chunks of
-    several blocks take the place of blocks, and T running sums connect the chunks. Each chunk has one summary for each running
-    sum, with its own weights of the tokens.
+    A long block is divided into pieces, whose summaries are computed first. In the spanning form, pairs are scored within
+    chunks of several blocks, and T running sums carry information between chunks. A block is then a chunk, and each chunk has T
+    summaries, one for each running sum, in which tokens have the weights that ``call`` holds for this sum.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.
         key: keys, or queries for the gradient of the mixed summaries, ``[B, N, H, K]``.
         value: values, or gradients of the outputs, ``[B, N, H, V]``.
         weights: factors of each token in S and in z, ``[B * H, N]`` float32 each; None for factors of 1.
-        reverse: whether to compute sums for the backward pass: the second result sums later instead of earlier pieces. In the
-            spanning form, tokens get the weights with which they read sums over other chunks, instead of those with which they
-            add to them.
+        reverse: whether to compute the sums for the backward pass. The second result then covers the later pieces of a block
+            instead of the earlier ones. In the spanning form, each token is weighted by its factor for reading the running
+            sums, instead of its factor for adding to them.
 
     Returns:
         Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32. In the spanning form, T summaries for each of M chunks,
         ``[B * H * T, M, K * V + K]``. If the call is causal and its blocks are divided into pieces, the second result holds,
-        for each piece, the summary of the earlier (later) pieces of its block, ``[B * H, M * pieces, K * V + K]``. Otherwise it
-        is None.
+        for each piece, the summary of the earlier pieces of its block, or of the later ones with ``reverse``,
+        ``[B * H, M * pieces, K * V + K]``. Otherwise it is None.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width

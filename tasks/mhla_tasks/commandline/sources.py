@@ -294,7 +294,7 @@ def _names_a_file(key: str, value: str, folder: Path) -> bool:
 
 
 def literal(text: str) -> Any:
-    """Parse a text as YAML; return the text itself if it is not valid YAML."""
+    """Parse a string as YAML; return the string itself if it is not valid YAML."""
     try:
         check_yaml(text)
         return yaml.load(text, Loader)

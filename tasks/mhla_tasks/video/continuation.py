@@ -203,10 +203,10 @@ class VideoContinuation(GenerativeModule):
         return self._losses(frames, frames)
 
     def _losses(self, seen: Tensor, frames: Tensor) -> Tensor:
-        """Compute the mean cross-entropy of each clip over the frames that are not given (option ``start``).
+        """Compute the mean cross-entropy of each clip over the frames that the model predicts: all after the first ``start``.
 
         Args:
-            seen: levels that the model sees, ``[B, F, C, H, W]``.
+            seen: intensity levels of the pixels that the model sees, ``[B, F, C, H, W]``.
             frames: true levels, in the same shape.
 
         Returns:
