@@ -70,9 +70,9 @@ def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rota
 def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Rotary:
     """Compute the rotary angles of the tokens of an image.
 
-    The first half of a head's features encodes the row, the second half the column. Each half has n = D / 4 pairs of features.
-    Pair i is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT (arXiv 2411.07635). Frequencies range from 1
-    to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
+    The first half of a head's features encodes the row, the second half the column. Each half has n = D / 4 pairs of
+    features. Pair i is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT (arXiv 2411.07635). Frequencies
+    range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
 
     Args:
         grid: number of rows and number of columns of tokens.
