@@ -7,11 +7,12 @@ Each comparison alternates between this package and its peer, in one process and
 a run is the peer's time divided by this package's; the table has the median of the runs, and the smallest and the largest.
 ``--profile`` adds the share of the time that each operator of torch takes in one run of this package.
 
-``text N`` trains 4 layers of width 256 with exponential mixing on 4,096 tokens, in sequences of N, beside a Llama of
-transformers of equal size. ``vision`` is a layer of DINOv2-S with 257 tokens, beside the same layer with softmax. ``images``
-is one epoch of 1,500 JPEG files of 500 x 375 pixels, beside torchvision's ImageFolder with the same transform. ``generation
-B`` decodes B sequences after 8,192 tokens, beside transformers' Llama with its cache. ``fit`` is ``lightning fit`` with
-validation, pictures and checkpoints, beside a loop that trains the same model on the same data and does nothing else.
+``text N`` is two training steps of 4 layers of width 256 with exponential mixing on 4,096 tokens, in sequences of N, beside a
+Llama of transformers of equal size. ``vision`` is ten passes of the attention layer of DINOv2-S on 16 images with 257 tokens,
+beside the same layer with softmax. ``images`` is one epoch of 1,500 JPEG files of 500 x 375 pixels, beside torchvision's
+ImageFolder with the same transform. ``generation B`` decodes 64 tokens of each of B sequences after 8,192 tokens, beside
+transformers' Llama with its cache. ``fit`` is ``lightning fit`` with validation, pictures and checkpoints, beside a loop that
+trains the same model on the same data and does nothing else.
 """
 
 from __future__ import annotations

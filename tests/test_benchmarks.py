@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import torch
 from fork_server import ForkServer
 from mhla_kernels import mhla_attention
+from mhla_tasks.classification import Mnist
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
@@ -189,12 +191,16 @@ def test_models_of_everyday_work_have_the_size_of_their_peers() -> None:
 
 @pytest.mark.parametrize("config", everyday.FITS)
 def test_a_fit_is_measured_beside_a_bare_loop(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = everyday.FITS[config]
     monkeypatch.setitem(everyday.FITS, config, (2, ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]))
     ours, peer = everyday.fit(config, tmp_path)
     assert ours() > 0
     assert peer() > 0
     (run,) = tmp_path.glob("run*")
-    assert (run / "checkpoints").is_dir() or list(run.rglob("last.ckpt"))
+    assert json.loads((run / "run.json").read_text())["steps"] == 2
+    steps, options = whole
+    batches = len(Mnist(augment=False).source("train")) // 64 if "mnist" in config else steps
+    assert steps == (3 * batches if "mnist" in config else 150), options
 
 
 def test_everyday_work_in_the_documentation_is_measured() -> None:
@@ -202,12 +208,15 @@ def test_everyday_work_in_the_documentation_is_measured() -> None:
     rows = json.loads((ROOT / "benchmarks/results/everyday-cpu.json").read_text())["rows"]
     page = (ROOT / "docs/operator.md").read_text()
     table = page.partition("| work | peer |")[2].partition("\n\n")[0].splitlines()[2:]
-    ratios = [line.strip("|").split("|")[-1].strip() for line in table]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     expected = []
     for row in rows:
         by_run = sorted(peer / ours for ours, peer in row["seconds"])
-        expected.append(f"{row['ratio']:.2f} ({by_run[0]:.2f} to {by_run[-1]:.2f})")
-    assert ratios == expected
+        ratio = f"{row['ratio']:.2f} ({by_run[0]:.2f} to {by_run[-1]:.2f})"
+        expected.append([*(f"{median(side):.2f}" for side in zip(*row["seconds"], strict=True)), ratio])
+    assert [row[2:] for row in cells] == expected
+    assert "64 tokens after 8,192" in cells[6][0]
+    assert everyday.STEPS == 64
 
 
 def test_shares_of_the_roofline_in_the_documentation_are_measured() -> None:
@@ -218,6 +227,9 @@ def test_shares_of_the_roofline_in_the_documentation_are_measured() -> None:
     for line, row in zip(table, rows, strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells[0] == row["name"]
+        times = {name: median(values) for name, values in row["milliseconds"].items()}
+        bound = min(times[form] for form in ("chunked", "parallel") if form in times)
+        assert cells[1:3] == [f"{bound:.1f}", f"{times['forward']:.1f}"]
         assert cells[-2:] == [f"{row['share'][key]:.2f}" for key in ("forward", "both")]
 
 

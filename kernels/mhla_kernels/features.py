@@ -36,9 +36,7 @@ def map_features(
 
 def rectify(x: Tensor) -> Tensor:
     """Return ``relu(x) + 1e-6``."""
-    features = x.relu()
-    # a gradient of relu is computed from its result, which must then stay as it is
-    return features + FEATURE_MAP_FLOOR if features.requires_grad else features.add_(FEATURE_MAP_FLOOR)
+    return x.relu() + FEATURE_MAP_FLOOR
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -405,3 +405,22 @@ def test_open_sizes_are_told_from_numbers_in_compiled_graphs(factor: int) -> Non
         torch._dynamo.mark_dynamic(x, 0)  # dynamic=True would leave the factor open too
         assert torch.equal(compiled(x), torch.ones(length))
     assert torch.equal(f(torch.zeros(5)), torch.zeros(5))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_outside_of_a_batched_call_with_features(causal: bool) -> None:
+    """Inside vmap no tensor seems to need a gradient, so nothing that the backward pass reads may be changed in place."""
+    torch.manual_seed(2)
+    x = rand(3, TOKENS, 2, 4).requires_grad_()
+    mixing = torch.rand(-(-TOKENS // SIZE), -(-TOKENS // SIZE), dtype=x.dtype)
+
+    def call(row: Tensor) -> Tensor:
+        return mhla_attention(
+            row[None], row[None], row[None], mixing, block_size=SIZE, causal=causal, feature_map="relu"
+        )[0]
+
+    (expected,) = torch.autograd.grad(torch.stack([call(row) for row in x]).square().sum(), x)
+    (gradient,) = torch.autograd.grad(torch.vmap(call)(x).square().sum(), x)
+    torch.testing.assert_close(gradient, expected)
+    by_function = torch.func.grad(lambda t: torch.vmap(call)(t).square().sum())(x.detach())
+    torch.testing.assert_close(by_function, expected)

@@ -122,7 +122,7 @@ def attend_tiles(
         pairs: whether the kernel scores token pairs.
         matrix: whether token pairs are weighted by a matrix of coefficients between blocks.
         fine: whether 128 consecutive tokens may lie in more than 16 blocks.
-        short: whether to use fewer rows, for kernels that need more registers per row. Hopper does not need it.
+        short: whether to use fewer rows, for kernels that need more registers per row. Hopper needs it for wide results only.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
@@ -137,6 +137,7 @@ def attend_tiles(
         slice_ = min(x_width, 64 if small else 128)
         if summaries and outputs > 128 and chip in LITTLE_SHARED_MEMORY:
             slice_ = 32  # the stages of larger slices exceed the shared memory, with Triton 3.8
+        # on an H200, with widths of 256: pairs are faster with four warps, summaries alone with eight
         warps = 4 if outputs <= 64 or (chip == HOPPER and pairs) else 8
         return AttendTiles(rows=rows, columns=columns, slice=slice_, outputs=outputs, warps=warps, stages=2)
     outputs = out_width if full_width else min(out_width, 64)
@@ -147,8 +148,8 @@ def attend_tiles(
 def _hopper_tiles(x_width: int, outputs: int, summaries: bool, pairs: bool, matrix: bool, fine: bool) -> AttendTiles:
     """Choose the tiles of :func:`attend_tiles` for bfloat16 and up to 128 output features on Hopper.
 
-    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of four, a
-    pass takes 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
+    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of
+    four, forward and backward pass together take 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
     """
     if not summaries:
         columns = 128 if max(x_width, outputs) <= 64 and not fine else 64
@@ -237,7 +238,7 @@ def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
     if dtype == torch.bfloat16:
         if has_few_blocks:
             return MixTiles(rows=16, terms=16, columns=256, stages=2)
-        # on an H200, a pass takes up to 1.2 times as long with eight warps (benchmarks.tiles); on other chips, four spill
+        # on an H200, a pass takes up to 1.3 times as long with eight warps (benchmarks.tiles); on other chips, four spill
         if chip == HOPPER:
             return MixTiles(rows=64 if blocks <= 64 else 128, terms=32, columns=128, warps=4, stages=2)
         return MixTiles(rows=64, terms=32, columns=128, warps=8, stages=2)
