@@ -148,8 +148,8 @@ def attend_tiles(
 def _hopper_tiles(x_width: int, outputs: int, summaries: bool, pairs: bool, matrix: bool, fine: bool) -> AttendTiles:
     """Choose the tiles of :func:`attend_tiles` for bfloat16 and up to 128 output features on Hopper.
 
-    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of
-    four, forward and backward pass together take 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
+    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of four, forward and backward
+    pass together take 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
     """
     if not summaries:
         columns = 128 if max(x_width, outputs) <= 64 and not fine else 64
