@@ -3,8 +3,9 @@
     lightning bench everyday --out benchmarks/results
     lightning bench everyday --only vision --profile
 
-Each comparison alternates between this package and its peer, in one process and with all threads that torch takes. The ratio of
-a run is the peer's time divided by this package's; the table has the median of the runs, and the smallest and the largest.
+Each comparison alternates between this package and its peer, with all threads that torch takes, in one process; only
+``fit`` has a process of its own for each run. The ratio of a run is the peer's time divided by this package's; the table
+has the median of the runs, and the smallest and the largest.
 ``--profile`` adds the share of the time that each operator of torch takes in one run of this package.
 
 ``text N`` is two training steps of 4 layers of width 256 with exponential mixing on 4,096 tokens, in sequences of N, beside a

@@ -1,8 +1,9 @@
 """Tile sizes of the Triton kernels: how many tokens, keys and values one program processes.
 
 They depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
-compilation. The mixing kernels are an exception: they have one set of tile sizes for few blocks and one for many. The sizes are
-chosen so that ``make resources`` shows no register spills for bfloat16 at common widths.
+compilation. The mixing kernels are an exception: they have one set of tile sizes for few blocks and one for many. On
+Hopper, the sizes are the fastest ones measured (``benchmarks.tiles``); on other chips, they are chosen so that
+``make resources`` shows no register spills for bfloat16 at common widths.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PROGRAMS = 528
 HOPPER = 90
 """Compute capability of Hopper times ten, as in ``sm_90``.
 
-Tiles are the largest that do not spill on Hopper. Other chips get smaller tiles where these would spill.
+It is the only chip on which tiles were timed. Others get tiles that do not spill there.
 """
 
 LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
