@@ -126,7 +126,8 @@ class RunReport(Callback):
                 choose = min if callback.mode == "min" else max
                 step, value = choose(finite, key=lambda point: point[1])
                 best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
-                if callback.best_model_path and float(callback.best_model_score or math.nan) == value:
+                score = callback.best_model_score
+                if callback.best_model_path and score is not None and float(score) == value:
                     best["file"] = Path(callback.best_model_path).name
         parameters = list(pl_module.parameters())
         self._skipped = skipped_parts(trainer, metrics) if finished else []

@@ -26,11 +26,12 @@ from fork_server import ForkServer
 from implementations import DEVICE, TRITON
 from mhla_kernels import ExponentialMixing, agree_on_kernels, mhla_attention, mhla_prefill, rotary_features, verdicts
 from mhla_kernels.triton_backend import (
+    config,
     launch,
     ops,  # noqa: F401  registers the operator
     rotary,
 )
-from mhla_kernels.triton_backend.trial import Kind, make_problem, try_kernels
+from mhla_kernels.triton_backend.trial import MANY, Kind, block_counts, make_problem, try_kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -125,7 +126,7 @@ def test_a_sound_kernel_is_tried_once_and_used(tmp_path: Path) -> None:
         assert calls[0] == 5, "known from the cache"
     with broken("forward", lambda out: out) as calls:
         attend(*(x.detach().bfloat16() for x in tensors()[:3]), tensors()[3])
-        assert calls[0] == 2, "another dtype is another kind"
+        assert calls[0] == 3, "another dtype is another kind, tried with 3 and with 18 blocks"
     assert len(kept(tmp_path)) == 2
 
 
@@ -268,6 +269,20 @@ def test_a_trial_is_judged_in_any_mode_of_the_process(mode: str, monkeypatch: py
     finally:
         torch.set_default_dtype(torch.float32)
     assert verdict.agrees, verdict.reason
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("chip", [80, 90, 100, 120])
+def test_every_set_of_mixing_tiles_has_a_trial(chip: int, dtype: str) -> None:
+    def tiles(blocks: int) -> tuple[object, object]:
+        sizes = getattr(torch, dtype), blocks, chip
+        return config.mix_tiles(*sizes), config.mixing_gradient_tiles(*sizes)
+
+    for many, counts in ((False, range(1, MANY + 1)), (True, range(MANY + 1, 1000))):
+        kind = Kind("chunked", "dense", dtype, 16, 16, False, True, False, False, "equal", 16, many, 0)
+        tried = [tiles(blocks) for blocks in block_counts(kind, chip)]
+        assert {tiles(blocks) for blocks in counts} == set(tried)
+        assert len(tried) == len(set(tried)), "no set is tried twice"
 
 
 @pytest.mark.parametrize("part", ["forward", "backward"])

@@ -1,9 +1,10 @@
 """Tile sizes of the Triton kernels: how many tokens, keys and values one program processes.
 
 They depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
-compilation. The mixing kernels are an exception: they have one set of tile sizes for few blocks and one for many. On
-Hopper, the sizes are the fastest ones measured (``benchmarks.tiles``); on other chips, they are chosen so that
-``make resources`` shows no register spills for bfloat16 at common widths.
+compilation. The kernels that mix by a matrix are an exception: their tiles depend on the number of blocks, in up to four
+steps, for each of which ``trial.block_counts`` must have a trial. On Hopper, the sizes are the fastest ones measured
+(``benchmarks.tiles``); on other chips, they are chosen so that ``make resources`` shows no register spills for bfloat16 at
+common widths.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from torch import Tensor
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.forms.spanning import CHUNK, chunk_tokens
 from mhla_kernels.triton_backend import fallback
-from mhla_kernels.triton_backend.call import Arguments
-from mhla_kernels.triton_backend.config import power_of_two
+from mhla_kernels.triton_backend.call import Arguments, chip_of
+from mhla_kernels.triton_backend.config import mix_tiles, mixing_gradient_tiles, power_of_two
 from mhla_kernels.triton_backend.tables import kernel_tables
 from mhla_kernels.verdicts import BOUNDS, Verdict, compare
 
@@ -87,18 +87,35 @@ def size_class(block_size: int, form: str) -> int:
     return min(LONGEST, power_of_two(block_size))
 
 
-def make_problem(kind: Kind, device: torch.device) -> Arguments:
+def block_counts(kind: Kind, chip: int) -> tuple[int, ...]:
+    """Return the numbers of blocks for which the kernels of one kind of call are compared with PyTorch.
+
+    There is one for each set of tiles that the kernels for dense mixing use within ``kind.many`` or its opposite.
+
+    Args:
+        kind: properties of the call.
+        chip: compute capability of the GPU times ten.
+    """
+    counts = (MANY + 2, 2 * MANY + 2) if kind.many else (3, MANY // 2 + 2)
+    if kind.form != "chunked" or kind.mixer != "dense":
+        return counts[:1]
+    dtype = getattr(torch, kind.dtype)
+    by_tiles = {(mix_tiles(dtype, n, chip), mixing_gradient_tiles(dtype, n, chip)): n for n in reversed(counts)}
+    return tuple(sorted(by_tiles.values()))
+
+
+def make_problem(kind: Kind, device: torch.device, blocks: int = 3) -> Arguments:
     """Create the arguments of a small attention call with random tokens in two heads, for the trial of its Triton kernels.
 
-    There are 3 blocks, or 34 if ``kind.many``. In the spanning form, which processes chunks of several blocks, the
-    blocks fill two chunks and a part of a third.
+    In the spanning form, which processes chunks of several blocks, the blocks fill two chunks and a part of a third.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
+        blocks: number of blocks in the other forms.
     """
     rand = random_numbers(device)
-    blocks, size = MANY + 2 if kind.many else 3, kind.block_size
+    size = kind.block_size
     if kind.form == "spanning":
         blocks = -(-2 * CHUNK["triton"] // size) + 1  # the sums of the first chunk reach the third through the second
     layout = trial_layout(blocks, size, kind.layout, device)
@@ -131,9 +148,10 @@ def make_problem(kind: Kind, device: torch.device) -> Arguments:
 
 
 def try_kernels(kind: Kind, device: torch.device) -> Verdict:
-    """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on a small random problem.
+    """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on small random problems.
 
-    Forward and backward passes run with the kernels and in PyTorch. The outputs and all gradients are compared.
+    Forward and backward passes run with the kernels and in PyTorch. The outputs and all gradients are compared, for each of
+    :func:`block_counts`; the first difference ends the trial.
 
     Args:
         kind: properties of the calls that use these kernels.
@@ -142,7 +160,14 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    return compare_passes(make_problem(kind, device), torch.ops.mhla.attention, fallback.outputs)
+    agrees, reasons, seconds = True, [], 0.0
+    for blocks in block_counts(kind, chip_of(device)):
+        verdict = compare_passes(make_problem(kind, device, blocks), torch.ops.mhla.attention, fallback.outputs)
+        agrees, seconds = verdict.agrees, seconds + verdict.seconds
+        reasons.append(verdict.reason)
+        if not agrees:
+            break
+    return Verdict(agrees, "; ".join(reasons if agrees else reasons[-1:]), seconds)
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:
