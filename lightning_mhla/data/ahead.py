@@ -56,7 +56,7 @@ class FetchAhead:
             self._plan(samples)
 
     def _plan(self, samples: int) -> None:
-        """Choose which shards to download and keep: those that are needed next, as many as fit in the cache.
+        """Choose which shards to download and keep: the ones that are needed next, as many as fit in the cache.
 
         Args:
             samples: number of samples read since the start of this pass over the data, summed over all processes.

@@ -65,7 +65,9 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Register the URLs of remote shards, and download the small files that accompany them, such as lists of class names.
+        """Register remote shards for download on first use, and download the small files that accompany them now.
+
+        Such files are, for example, lists of class names.
 
         Args:
             urls: URLs of the shards.
@@ -272,10 +274,11 @@ class ShardCache:
         return ShardUnavailableError(f"{problem}; it has changed on the server; start again")
 
     def _check_table(self, path: Path) -> None:
-        """Check that a downloaded shard matches the saved table of its files; if not, replace the table and raise an error.
+        """Check that a downloaded shard matches the saved table of its files, and replace the table if it does not.
 
         Raises:
-            ShardUnavailableError: if they differ, because the shard on the server has changed since the table was made.
+            ShardUnavailableError: if shard and table differ, because the shard on the server has changed since the table was
+                made.
         """
         saved_table = read_table(table_file(path))
         if saved_table is None:
@@ -377,7 +380,9 @@ class ShardCache:
             time.sleep(WAIT)
 
     def _make_room(self, size: int, keep: Collection[Path] | None) -> bool:
-        """Remove unused shards that are not in ``keep``, least recently used first, until ``size`` bytes are free.
+        """Remove unused shards, least recently used first, until the cache has ``size`` free bytes.
+
+        Unfinished downloads of killed processes are removed too. Shards in ``keep`` stay; None protects no shard.
 
         Returns:
             Whether ``size`` bytes are now free.
@@ -404,7 +409,7 @@ class ShardCache:
 
 
 def _files(folder: Path) -> list[Path]:
-    """List all files in those subfolders of a cache folder that are meant for downloaded shards."""
+    """List all files in the subfolders of a cache folder that may contain downloaded shards."""
     inner = [path for path in folder.iterdir() if is_kept_folder(path.name) and path.is_dir() and not path.is_symlink()]
     return [Path(entry.path) for path in inner for entry in os.scandir(path)]
 

@@ -29,7 +29,7 @@ METADATA = "metadata.jsonl"
 """Name of a folder's caption file: each line is an object with ``file_name`` and the caption (Hugging Face's imagefolder)."""
 
 LONGEST_CAPTION = 1 << 20
-"""Maximum size of the caption file of a sample, in bytes."""
+"""Maximum size in bytes of the file that contains a sample's captions."""
 
 MOST_CAPTIONS = 32
 """Maximum number of captions of a sample."""
@@ -74,6 +74,9 @@ class SampleFiles:
             index: index of the sample.
             extensions: extensions to look for, without the dot, in order of preference.
             count: maximum number of bytes to read.
+
+        Raises:
+            BrokenSampleError: if the sample is in a shard and has no file with one of these extensions.
         """
         raise NotImplementedError
 
@@ -81,8 +84,8 @@ class SampleFiles:
 class CaptionedFiles(SampleFiles):
     """Base class of readers that return captioned files, such as images or video clips, by sample index.
 
-    A sample consists of a file and one or more captions, which are stored outside of this file. Subclasses read samples from
-    shards or from a folder.
+    Each sample has one or more captions, which are stored outside of its file. Subclasses read samples from shards or from a
+    folder.
     """
 
     def captions(self, index: int) -> list[str]:

@@ -67,7 +67,7 @@ def write_classes(file: Path, names: Sequence[str]) -> None:
 
 
 def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
-    """Read the class names that a folder lists for shards whose prefix is not ``prefix``.
+    """Read the class names that a folder of shards lists for prefixes other than ``prefix``.
 
     The shards ``PREFIX-0000.tar`` and so on may have a list of class names in ``PREFIX-classes.txt``. The lists of all prefixes
     in a folder should agree.
@@ -92,7 +92,7 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
 
 
 def match_classes(part_names: Sequence[str], all_names: Sequence[str], where: str) -> list[int]:
-    """Map the labels of part of a data set to those of the complete data set, by class name.
+    """Map the labels in a part of a data set to the labels in the complete data set, by class name.
 
     A warning names the classes that the part lacks.
 

@@ -232,7 +232,8 @@ def labelled_images(
         stage: ``"train"``, ``"validate"`` or ``"test"``.
         transform: function from a Pillow image to a tensor.
         num_classes: number of classes.
-        classes: names of all classes in the order of their labels; None if they are not known.
+        classes: names of all classes in the order of their labels. With None, class folders are labeled in alphabetical
+            order, and labels in shards stay unchanged.
 
     Raises:
         FileNotFoundError: if the stage has neither shards nor class folders.

@@ -48,8 +48,8 @@ class LabelledShards:
     def class_names(self) -> list[str] | None:
         """Class names in the order of their labels.
 
-        They are those of the trained model if it stores any, otherwise those of the training data. None if the training data
-        is missing or does not name its classes.
+        The names come from the trained model if it stores any, otherwise from the training data. The value is None if the
+        training data is missing or does not name its classes.
         """
         trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
         if trained is not None:
@@ -116,7 +116,8 @@ class LabelledShards:
             options: arguments of the data module by name. The entry ``train`` is the location of the training data.
 
         Returns:
-            Class names in the order of their labels. None if the training data is remote or does not name its classes.
+            Class names in the order of their labels. None if ``train`` is missing, or if the training data is remote or does
+            not name its classes.
 
         Raises:
             FileNotFoundError: if the training data does not exist.

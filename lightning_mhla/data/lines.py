@@ -2,7 +2,7 @@
 
 Only a line feed ends a line: U+2028, U+0085 and form feeds are ordinary characters. UTF-8 is read with or without a byte order
 mark, UTF-16 and UTF-32 only with one. The mark is never part of the text. Any other content is an error that names the file and
-the position, because a model would silently train on wrongly decoded text.
+the position. Otherwise, a model would silently train on wrongly decoded text.
 
 This module is longer than others because each defect of a file has its own error message, which says how to fix the file.
 """
@@ -36,7 +36,10 @@ CHUNK = 1 << 20
 """Number of bytes that are decoded at a time."""
 
 LONGEST_LINE, LONGEST_ARRAY = 1 << 25, 1 << 27
-"""Maximum number of characters of a line, which is tokenized in one piece, and of a line that holds all rows of a table."""
+"""Maximum number of characters in a line of text, and in a line of JSON that holds all rows of a table.
+
+A line of text is tokenized in one piece, which limits its length.
+"""
 
 LARGEST_UNPACKED = 1 << 28
 """Maximum number of characters of a compressed file that is read at once.

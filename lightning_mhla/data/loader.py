@@ -126,7 +126,7 @@ class Progress(NamedTuple):
 
 
 def samples_each(batch_size: int, world: int) -> int:
-    """Return how many samples of each batch one process reads.
+    """Return the number of samples that each process reads for a batch.
 
     Args:
         batch_size: number of samples in a batch, summed over all processes.
@@ -144,7 +144,7 @@ def samples_each(batch_size: int, world: int) -> int:
 
 
 UNSAID = {"groups": None, "repeats": 1}
-"""Defaults of options that affect the order of samples, for old checkpoints that do not contain them."""
+"""Values of options that affect the order of samples, assumed for old checkpoints that do not contain these options."""
 
 WORKER_SECONDS = 120
 """Seconds that a worker process continues after a signal, while the training process finishes its step and saves."""

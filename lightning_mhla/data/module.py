@@ -70,6 +70,11 @@ class ShardSets:
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
+
+        Raises:
+            FileNotFoundError: if there are no shards at the location.
+            ValueError: if the location has a ``***`` in place of a secret, a URL scheme that is not allowed, or braces that
+                cannot be expanded.
         """
         locations = self.locations[stage]
         for location in [locations] if isinstance(locations, str) else locations:
@@ -120,7 +125,7 @@ def batches_trained(trainer: Trainer) -> int:
 
 
 def data_batch_size(state: dict[str, Any]) -> int | None:
-    """Return the batch size that a data module has saved in a checkpoint; None if it has saved none.
+    """Return the batch size that a data module has saved in a checkpoint; None if the checkpoint has no valid batch size.
 
     Args:
         state: state of the data module in the checkpoint.

@@ -239,11 +239,11 @@ def sample_key(number: int) -> str:
 
 
 def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes: Mapping[str, Sequence[str]]) -> str:
-    """Describe how the inputs of shards differ from those recorded when writing began; return an empty text if they do not.
+    """Describe how the inputs of shards differ from the recorded inputs. The text is empty if they are equal.
 
     Args:
-        begun_with: recorded options of the command that writes the shards.
-        options: its current options.
+        begun_with: options of the command that writes the shards, as recorded when it first ran.
+        options: current options of this command.
         changes: names of origins, such as file paths, under the keys ``"changed"``, ``"added"`` and ``"removed"``.
     """
     parts = [

@@ -47,7 +47,7 @@ def pack_captioned(
         packing: options of the shards.
 
     Returns:
-        Paths of the shards, and number of captioned files in ``source`` that were left out.
+        Paths of the shards, and number of files in ``source`` that were left out because they are broken.
 
     Raises:
         FileNotFoundError: if ``source`` contains no files with these extensions.

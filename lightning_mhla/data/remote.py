@@ -38,7 +38,7 @@ ATTEMPTS, FIRST_ATTEMPTS = 8, 4
 """Number of consecutive attempts without progress before a download fails: by default, and for class lists and file sizes."""
 
 PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Pause after the first attempt in seconds, doubled after each further one, and its maximum."""
+"""Pause in seconds after the first failed attempt, which doubles after each further failure, and longest pause in seconds."""
 
 SILENCE = 60
 """Seconds without a byte after which an attempt fails."""
@@ -405,7 +405,7 @@ def _wait(url: str, error: Exception, failures: int, attempts: int, stop: thread
 
 
 def _root(error: Exception) -> Exception:
-    """Return the failure that fsspec has wrapped in a FileNotFoundError, or ``error`` itself if it is not such a wrapper."""
+    """Return the error that fsspec has wrapped in a FileNotFoundError, or ``error`` itself if it wraps no other error."""
     while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error

@@ -93,7 +93,7 @@ def training_batches(
         batch: number of samples in a batch, summed over all processes.
         rank: rank of this process.
         world: number of processes.
-        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None if there are none.
+        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None if no sample occurs twice.
 
     Yields:
         List of ``batch // world`` tickets, each a request to read one sample.
@@ -106,7 +106,7 @@ def training_batches(
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat samples in consecutive positions for repeated augmentation, without making the epoch longer.
+    """Repeat each sample in consecutive positions, for repeated augmentation, without making the epoch longer.
 
     This is the method of "Augment your batch" (arXiv 1901.09335). The order keeps its length n, so it contains only the first
     ``n / repeats`` samples, as in the code of DeiT.

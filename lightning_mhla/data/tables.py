@@ -34,10 +34,10 @@ LONGEST_NAME, MOST_EXTENSIONS, LONGEST_TAIL = 1024, 64, 1 << 24
 """Limits of a shard: characters of a member's name, number of different extensions, bytes of zeros at the file's end."""
 
 MOST_MEMBERS = 100_000
-"""Maximum number of members of a shard; scanning that many takes two seconds."""
+"""Maximum number of members (files) of a shard. Scanning 100,000 members takes two seconds."""
 
 LONGEST_HEADER, MOST_HEADERS = 1 << 20, 1 << 24
-"""Maximum size in bytes of an extended header (PAX, GNU), which is read into memory, and of all those of a shard."""
+"""Maximum size in bytes of an extended header (PAX, GNU), which is read into memory, and of all such headers in a shard."""
 
 PARSING = threading.Lock()
 """Lock to hold while NumPy parses array headers as Python source, which is not thread-safe before Python 3.11.8 and 3.12.2
@@ -81,7 +81,7 @@ class MemberTable:
 
 
 class _Member(tarfile.TarInfo):
-    """Tar member that rejects extended headers of more than 1 MiB."""
+    """Tar member that rejects extended headers of more than 1 MiB each, or of more than 16 MiB together in one shard."""
 
     def _proc_member(self, archive: Any) -> Any:  # tarfile's comments name this method as the one to override
         if self.type in FURTHER:

@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 AT_ONCE = 32
-"""Number of samples that threads prepare at a time."""
+"""Number of samples that threads encode in one batch, before the batch is written."""
 
 
 class Skipped:
-    """Counter of broken samples that a command skips; it logs a warning for each and raises an error above a limit.
+    """Counter of the broken samples that a command skips, up to a limit.
 
     Args:
         limit: maximum number of samples to skip.
