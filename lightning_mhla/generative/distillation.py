@@ -22,8 +22,8 @@ class DistillationConfig:
     """Options for distillation from a teacher, which is the model before its attention layers were replaced.
 
     Args:
-        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, as for the model's option
-            pretrained; null for plain fine-tuning.
+        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, in the same forms as the model's
+            option pretrained; null for plain fine-tuning.
         layer_steps: number of optimizer steps in the first stage of training. In these steps, each replaced layer learns to
             reproduce the output of the teacher's layer for the same input.
         velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
@@ -57,9 +57,9 @@ class VelocityHost(LinearizedHost):
     """Two-stage distillation of diffusers transformers that predict a velocity and whose attention layers were replaced.
 
     The velocity is the noise minus the clean data. The teacher is the transformer before the replacement. In the first stage,
-    each replaced layer is trained to reproduce the output of the teacher's layer for the same input, which is taken from the
-    teacher. Errors of earlier layers therefore have no effect. In the second stage, the complete transformer is trained to
-    predict the teacher's velocity.
+    each replaced layer receives the input of the teacher's layer, and is trained to reproduce its output. Errors of earlier
+    replaced layers therefore have no effect. In the second stage, the complete transformer is trained to predict the teacher's
+    velocity.
 
     Args:
         velocity: function that takes a transformer, noisy samples, timesteps and embedded captions, and returns the predicted

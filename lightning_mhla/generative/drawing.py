@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 GRID = 10
-"""Number of rows, and of columns, in a picture of samples."""
+"""Maximum number of rows, and of columns, in a picture of samples."""
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Function that checks whether a batch has the keys that a training module needs."""
+"""Check that a batch of any data module has the keys that a training module reads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ def known_classes(num_classes: int | None) -> int:
         num_classes: number of classes; None if unknown.
 
     Raises:
-        ValueError: if the number is None, or larger than a model supports.
+        ValueError: if the number is None, below 1, or above 16,777,216.
     """
     if num_classes is None:
         raise ValueError(

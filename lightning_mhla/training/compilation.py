@@ -68,7 +68,7 @@ class CompileReport(Callback):
     """Callback that logs the compile time and the number of compiled graphs, for the first step and for all later steps."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Record the number of compiled graphs and the compile time before this fit, in order to leave them out of the log."""
+        """Record the number of graphs and the compile time so far, so that the log counts only graphs of this fit."""
         self._start = compilations()
         self._first: tuple[int, float] | None = None
 

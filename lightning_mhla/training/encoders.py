@@ -77,8 +77,8 @@ class LinearizedEncoder(TrainingModule):
 
     Args:
         distillation: teacher, and weights of the distances from it.
-        pooling: which vector is the embedding of a sample: ``"mean"``, the mean of its token vectors without padding,
-            ``"first"``, the vector of its first token, or ``"head"``, the vector that an encoder of timm passes to its
+        pooling: vector that is the embedding of a sample: ``"mean"`` for the mean of its token vectors without padding,
+            ``"first"`` for the vector of its first token, or ``"head"`` for the vector that an encoder of timm passes to its
             classifier.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
@@ -280,11 +280,14 @@ class LinearizedEncoder(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the share of the teacher's nearest neighbors of validation samples that the encoder also finds."""
+        """Log two shares of the nearest neighbors in the teacher's embeddings that are also found with the encoder.
+
+        The metrics of :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define the shares.
+        """
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the share of the teacher's nearest neighbors of test samples that the encoder also finds."""
+        """Log the same shares of nearest neighbors for the test samples as :meth:`on_validation_epoch_end`."""
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

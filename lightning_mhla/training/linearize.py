@@ -109,8 +109,8 @@ class LinearizedHost(ABC):
         Args:
             trainer: trainer of the run.
             network: model with replaced attention.
-            trained: part of the model that is trained in the second stage, which follows this training: ``"all"``,
-                ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
+            trained: part of the model that the second stage trains: ``"all"``, ``"attention"``, ``"new"`` (parameters that the
+                replacement added) or ``"lora"``.
 
         Raises:
             ValueError: if the strategy or the model does not support such training. The message says what to change.

@@ -243,7 +243,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Apply the current optimizer options, in place of those that a checkpoint restored.
+        """Apply the current optimizer options in place of those that a checkpoint restored, and check checkpoint callbacks.
+
+        A warning is logged for a ``ModelCheckpoint`` that saves between validations but judges weights by a validation metric.
 
         Raises:
             ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain these

@@ -13,15 +13,15 @@ NEIGHBORS = 10
 """Number of nearest neighbors to compare for each sample."""
 
 QUERIES_AT_ONCE = 1024
-"""Number of samples that are compared with all others at once; limits the memory use."""
+"""Number of samples that are compared with all others at once, which limits the memory use."""
 
 
 class EmbeddingPairs(Metric):
     """Metric that compares the nearest neighbors of samples in the embeddings of a model and of its teacher.
 
-    For each sample, the ten samples with the most similar embeddings by the teacher are the correct neighbors (fewer in small
-    sets). Similarity is cosine similarity. The result is a dict of two shares of correct neighbors, from 0 to 1, averaged over
-    the samples:
+    The correct neighbors of a sample are the ten other samples whose teacher embeddings have the highest cosine similarity to
+    its own, or all other samples if there are fewer. The result is a dict of two shares of correct neighbors, from 0 to 1,
+    averaged over the samples:
 
     * ``recall_at_10``: share that is also among the ten nearest neighbors in the model's embeddings.
     * ``mixed_recall_at_10``: share that is also found if the model's embedding of a sample is compared with the teacher's

@@ -24,12 +24,12 @@ log = logging.getLogger(__name__)
 
 
 BETAS = {"adamw": (0.9, 0.999), "came": (0.9, 0.999, 0.9999)}
-"""Default decay rates of the moments: torch's defaults for AdamW; for CAME those of its authors, which SANA uses too."""
+"""Default decay rates of the moments, by kind of optimizer: torch's for AdamW, and those of CAME's authors, as in SANA."""
 
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Optimizer and learning-rate schedule.
+    """Options of the optimizer and the learning-rate schedule.
 
     Args:
         lr: peak learning rate.

@@ -1,4 +1,4 @@
-"""Training strategies that extend those of Lightning."""
+"""Lightning strategy that shards weights with FSDP2, and can split sequences among processes."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ NAMES = (
 )
 """Patterns in RAVLT's parameter names and their replacements in a VLT, applied in this order."""
 LINEAR = re.compile(r"(\.attn\.(qkv|gate|proj)|\.mlp\.fc[12]|^head)\.weight$")
-"""Pattern of the VLT's names of weights that are 1 x 1 convolutions in RAVLT and linear layers in a VLT."""
+"""Pattern for the VLT names of weights that belong to linear layers in a VLT and to 1 x 1 convolutions in RAVLT."""
 
 
 def read_ravlt(path: str | Path) -> Pretrained | None:

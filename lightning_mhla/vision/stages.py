@@ -37,7 +37,7 @@ RAVLT: dict[str, Any] = {
     "gate": True,
     "gate_activation": "identity",
 }
-"""Attention options of RAVLT's blocks, except for the kind of attention."""
+"""Attention options of the blocks in RAVLT (arXiv 2411.07635), except for the kind of attention."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class StageConfig:
     def of(self, name: str) -> list[Any]:
         """Return the values of an option, one for each stage.
 
-        They are the explicit values if there are any, otherwise those of the published ``size``. Without either,
-        ``layer_scale`` is 1 in each stage.
+        Values that were set explicitly take precedence over those of the published ``size``. Without either, ``layer_scale`` is
+        1 in each stage.
 
         Args:
             name: name of the option: ``"dims"``, ``"depths"``, ``"heads"`` or ``"layer_scale"``.

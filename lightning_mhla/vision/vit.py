@@ -27,7 +27,7 @@ SIZES: dict[str, Shape] = {"tiny": (192, 12, 3), "small": (384, 12, 6), "base": 
 
 
 class ConvStem(nn.Module):
-    """Stem of two convolutions that turns small images into tokens. It replaces the usual patch embedding.
+    """Stem of two convolutions that converts small images to tokens, in place of the usual patch embedding.
 
     Args:
         channels: number of channels of the image.

@@ -33,7 +33,8 @@ class MapAttention(nn.Module):
     Args:
         dim: number of channels of the map.
         heads: number of attention heads.
-        grid: numbers of rows and columns for which the layer is built. The layer adapts when it gets a map of a different size.
+        grid: numbers of rows and columns for which the layer is built. The layer adapts to maps of a different size when it
+            receives them.
         config: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
     """
 

@@ -49,11 +49,11 @@ class GenerationMetrics(SampleGrid):
     """Callback that generates images during training and computes FID and related metrics.
 
     The images are generated with the weights that validation uses, such as averaged weights. The callback logs the metrics
-    ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, as far as the feature network and the
-    reference images allow. If the feature network predicts the classes of the data, it also logs ``label_accuracy``. These
-    names are preceded by the argument ``name`` and a slash. The file ``name`` with the suffix ``.jsonl`` in the log folder has
-    a line for each evaluation, with the metrics, the options that they depend on, and remarks. A grid of samples is saved in
-    the subfolder ``pictures`` and written to TensorBoard.
+    ``NAME/fid``, ``NAME/sfid``, ``NAME/inception_score``, ``NAME/kid``, ``NAME/precision`` and ``NAME/recall``, as far as the
+    feature network and the reference images allow. NAME is the argument ``name``. If the feature network predicts the classes
+    of the data, the callback also logs ``NAME/label_accuracy``. Each evaluation adds a line to ``NAME.jsonl`` in the log
+    folder, with the metrics, the options that they depend on, and remarks. A grid of samples is saved in the subfolder
+    ``pictures`` and written to TensorBoard.
 
     Sample i has condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do
     not depend on the number of processes.
@@ -183,11 +183,14 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
-        """Check that precomputed reference statistics describe as many features per image as the feature network computes.
+        """Check that precomputed reference statistics have as many features per image as the feature network computes.
 
         Args:
             reference: features of the reference images, which are not checked, or precomputed statistics of their features.
-            module: module that generates the images. A black image of their size is used to count the features.
+            module: module that generates the images. The features of a black image of the same size are counted.
+
+        Raises:
+            ValueError: if the numbers of features differ.
         """
         statistics = reference.moments("pooled")
         if statistics is None or reference.pooled is not None:

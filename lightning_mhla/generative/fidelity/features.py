@@ -36,8 +36,8 @@ class FeatureNetwork:
     """Base class of frozen networks that compute features of 8-bit images for FID and related metrics.
 
     Attributes:
-        names_labels: whether the logits are scores of the classes on which the generative model is trained. If so, metrics can
-            include the share of generated images that the network assigns to the class they were generated for.
+        names_labels: whether the logits are scores of the classes on which the generative model is trained. If so, the metrics
+            include ``label_accuracy``, the share of generated images that the network assigns to their intended class.
     """
 
     names_labels = False

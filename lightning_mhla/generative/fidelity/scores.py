@@ -28,10 +28,13 @@ PUBLISHED_COUNT = 50_000
 """Number of samples with which FID is usually published."""
 
 KID_SUBSET = 1000
-"""Maximum number of samples in a subset for KID (torch-fidelity)."""
+"""Maximum number of samples in each random subset from which KID is computed, the default of torch-fidelity."""
 
 SPLITS = 10
-"""Number of parts whose Inception Scores are averaged, as in torch-fidelity and, for 50,000 images, ADM's evaluator."""
+"""Number of parts into which the images are divided for the Inception Score, the mean over the parts.
+
+torch-fidelity uses ten parts, as does ADM's evaluator for 50,000 images.
+"""
 
 
 STATISTICS, LARGEST_STATISTICS = ("mu", "sigma", "mu_s", "sigma_s"), 1 << 28
