@@ -33,7 +33,7 @@ class DrawnSamples(PeriodicEvaluation):
         prompts: prompts; one sample is drawn for each.
         every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether to draw samples at the end of training.
-        at_start: whether to draw samples before the first optimizer step, too.
+        at_start: whether to also draw samples before the first optimizer step.
         seed: random seed for the noise that sampling starts from.
     """
 

@@ -103,8 +103,8 @@ class EncodedShards(CaptionedData):
     def text_length(self) -> int:
         """Number of tokens per caption.
 
-        It is the option ``text_length`` if that is set, otherwise the length recorded in the manifest of the shards. If neither
-        exists, it is a default that the subclass defines.
+        The option ``text_length`` takes precedence over the length recorded in the manifest of the shards. If neither exists,
+        the subclass defines a default.
         """
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)

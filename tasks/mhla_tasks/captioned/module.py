@@ -311,7 +311,11 @@ class CaptionedDiffusion(GenerativeModule):
         return self.velocity(self.network, noisy, times, text).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute the loss of one batch at random timesteps, by flow matching with optional distillation."""
+        """Compute and log the loss of one batch at random timesteps: flow matching, with distillation if it is configured.
+
+        In the first ``distillation.layer_steps`` steps, the loss is instead the distance between the outputs of the replaced
+        layers and those of the teacher's layers.
+        """
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
@@ -360,8 +364,8 @@ class CaptionedDiffusion(GenerativeModule):
     def clean(self, batch: dict[str, Any]) -> Tensor:
         """Return the clean samples ``[B, C, ...]`` of a batch, to which noise is added in training.
 
-        They are the latents of the batch, if it has any. Otherwise they are its pixels, encoded if the model has an
-        autoencoder.
+        The samples are the latents in the batch, if there are any. Otherwise they are its pixels, which the autoencoder encodes
+        if the model has one.
 
         Raises:
             ValueError: if the transformer has a different number of input channels, or the size is not a multiple of its patch
@@ -402,7 +406,7 @@ class CaptionedDiffusion(GenerativeModule):
     def empty_caption(self) -> Tensor:
         """Return the embeddings of the empty caption.
 
-        They are read from the data if the data contain embedded captions, and computed by the caption encoder otherwise.
+        The embeddings are read from the data if it contains embedded captions. Otherwise, the caption encoder computes them.
 
         Returns:
             Embeddings ``[1, L, D]``, where L is the number of tokens and D their width.

@@ -96,7 +96,7 @@ class Classifier(NamesClasses):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Return the base class's callbacks and, if training writes a report, one that records the results of each class."""
+        """Return the callbacks of the base class and, if training writes a report, :class:`ClassResults` for the report."""
         reports = any(isinstance(callback, RunReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         records_classes = [ClassResults()] if reports and self.trainer.state.fn == "fit" else []
         return [*records_classes, *super().configure_callbacks()]
@@ -109,8 +109,8 @@ class Classifier(NamesClasses):
     def class_names(self) -> list[str]:
         """Class names to show in predictions, in the order of the labels.
 
-        They are the option ``class_names`` if it is set, otherwise the names in the training data. If neither exists, they
-        are the label numbers.
+        The option ``class_names`` takes precedence over the names in the training data. If neither exists, the label numbers
+        serve as names.
         """
         return self._shown_names or self.label_names or [str(number) for number in range(self.num_classes)]
 

@@ -15,7 +15,7 @@ from lightning_mhla.training.options import TrainingOptions
 BIDIRECTIONAL = AttentionConfig(
     kind="mhla_window", block_grid=[4, 4], feature_map="learned", options={"far_init": -2.0}
 )
-"""Default replacement of softmax attention: a grid of 4 x 4 blocks for an image of any size. Distant patches start with a low
+"""Default replacement of softmax attention: 4 x 4 blocks for an image of any size, in which distant patches start with a low
 weight."""
 
 

@@ -118,7 +118,7 @@ class ClassResults(Callback):
 
 
 def _sample_name(trainer: Trainer, index: int) -> str:
-    """Return the file name of a validation image, or the shard and key of its sample; empty if the data does not tell."""
+    """Return the file name of a validation image, or the shard and key of its sample; an empty string if unknown."""
     source = getattr(trainer.val_dataloaders, "source", None)
     if isinstance(source, ShardImages):  # not the URL of the shard, which may hold a secret
         return source.reader.name(index)

@@ -90,7 +90,9 @@ class ClassImages(ResumableDataModule):
         self.samples = as_dataclass(SampleRequest, samples)
 
     def real_images(self, part: str) -> SampleSource:
-        """Return the real images with which metrics such as FID compare drawn samples; none of the images is mirrored.
+        """Return the real images, not mirrored, with which metrics such as FID compare drawn samples.
+
+        This base class raises an error. Data modules of images override the method.
 
         Args:
             part: split of the data, ``"train"`` or ``"validate"``.

@@ -102,7 +102,7 @@ class TurningBackbone(nn.Module):
         heads: number of attention heads.
         grid: rows and columns of the image, in tokens.
         attention: attention configurations, one for each layer.
-        config: options of the DiG.
+        config: options of the DiG, such as the scan directions.
         condition_dim: width of the conditioning vector.
         mlp_norm_eps: epsilon of the norm before the MLP.
         checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
@@ -210,5 +210,13 @@ class TurningBackbone(nn.Module):
 
 
 def _exchanged(x: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Transpose an image of tokens ``[B, N, dim]`` in raster order; ``grid`` is its number of rows and of columns."""
+    """Transpose an image of tokens ``[B, N, dim]`` in raster order.
+
+    Args:
+        x: tokens of the image.
+        grid: number of rows and of columns of the image, in tokens.
+
+    Returns:
+        Tokens ``[B, N, dim]`` of the transposed image, in raster order.
+    """
     return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)

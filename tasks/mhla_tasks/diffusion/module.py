@@ -259,7 +259,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
         """Return the clean samples ``[B, C, H, W]`` of a batch, to which noise is added in training.
 
-        They are the latents of the batch, if it has any. Otherwise they are its images, encoded if the model has a VAE.
+        The samples are the latents in the batch, if there are any. Otherwise they are its images, which the VAE encodes if the
+        model has one.
 
         Args:
             batch: batch of the data module.

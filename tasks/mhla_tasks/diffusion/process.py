@@ -1,4 +1,4 @@
-"""Noise processes of diffusion training: each defines the training loss of the network and the samplers for its predictions.
+"""Noise processes of diffusion models, which define the training loss of the network and the samplers for its predictions.
 
 ``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672. ``FlowProcess``
 is flow matching on straight paths. Noise schedules and samplers come from diffusers.

@@ -111,9 +111,11 @@ def denoise(
 
 
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
-    """Predict with classifier-free guidance, which extrapolates from the unconditional to the conditional prediction.
+    """Predict noise or velocity with classifier-free guidance.
 
-    A predicted variance is taken from the conditional prediction, without extrapolation.
+    Guidance extrapolates from the prediction without a class to the prediction with the class.
+
+    A predicted variance is taken from the prediction with the class, without extrapolation.
 
     Args:
         network: network that predicts noise or velocity.

@@ -73,7 +73,7 @@ class SceneScores(ImagePictures):
 
     The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` (position), and ``scenes/all``
     for images that pass all checks. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. A classifier of
-    digits makes the checks, which 87% of the held-out scenes in the data pass.
+    digits makes the checks, which are not perfect: 87% of the held-out scenes in the data pass them.
 
     Args:
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.

@@ -19,7 +19,7 @@ from lightning_mhla.system.untrusted import BROKEN
 from mhla_tasks.captioned.text import read_prompts
 
 TILES = 4
-"""Number of images of a prompt that DPG-Bench expects as the quarters of one image."""
+"""Number of images of each prompt that DPG-Bench expects, joined into one file as its four quarters."""
 
 
 def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
@@ -72,7 +72,12 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
 
 
 def _dpg(images: Path, names: Sequence[str], _: Path, target: Path) -> None:
-    """Join the first four images of each prompt into one PNG file, in two rows of two, as DPG-Bench requires."""
+    """Join the first four images of each prompt into one PNG file, in two rows of two, as DPG-Bench requires.
+
+    Raises:
+        FileNotFoundError: if a prompt has fewer than four images.
+        BrokenSampleError: if an image cannot be decoded, or the images of a prompt have different sizes.
+    """
     target.mkdir(parents=True, exist_ok=True)
     for name in names:
         paths = _numbered(images, name)
@@ -122,7 +127,7 @@ def _numbered(images: Path, name: str) -> list[Path]:
 
 
 def _copy(path: Path, target: Path) -> None:
-    """Copy an image file, after checking that it is an image, because a symbolic link could point to any file.
+    """Copy an image file after checking its format, because a symbolic link could point to any file.
 
     Raises:
         BrokenSampleError: if the file is not an image.

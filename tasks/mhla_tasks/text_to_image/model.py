@@ -1,4 +1,4 @@
-"""Options of SANA's transformer."""
+"""Options that define the architecture of SANA's transformer."""
 
 from __future__ import annotations
 

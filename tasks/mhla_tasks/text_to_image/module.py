@@ -110,9 +110,9 @@ class TextToImage(CaptionedDiffusion):
         return to_pixels(samples)
 
     def on_fit_start(self) -> None:
-        """Check the image sizes of the data, load the teacher if there is one, and embed the empty caption if it is needed.
+        """Check the image sizes of the data, and load what training needs.
 
-        A teacher is needed for distillation, and the empty caption is needed if captions are dropped in training.
+        The teacher is loaded if distillation is configured. The empty caption is embedded if training drops captions.
 
         Raises:
             ValueError: if an image size is not a multiple of the autoencoder's downsampling factor, or the size of its latents

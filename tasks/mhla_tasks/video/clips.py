@@ -98,7 +98,7 @@ def read_beginning(
 
 
 def check_video(data: bytes, name: str) -> None:
-    """Detect a truncated or damaged video by decoding only its first frame and the frames after its last key frame.
+    """Check that a video is complete, by decoding only its first frame and the frames from its last key frame on.
 
     Args:
         data: contents of the MP4 file.

@@ -158,7 +158,10 @@ class VideoContinuation(GenerativeModule):
     @property
     @override
     def usage(self) -> dict[str, str]:
-        """Description and command for continuing clips with the trained model, at a length that the attention supports."""
+        """Command that continues held-out clips with the trained model, by purpose, for the report of a run.
+
+        ``{run}`` stands for the option that names the run. The command asks for no more frames than the attention supports.
+        """
         most = self.network.max_frames
         length = f" --frames {most}" if most is not None and most < self.sampling.frames else ""
         return {"Continue held-out clips": "lightning predict {run}" + length}
@@ -196,6 +199,10 @@ class VideoContinuation(GenerativeModule):
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
         """Compute the mean cross-entropy of each clip, with each frame predicted from the true earlier frames.
 
+        Args:
+            batch: batch with clips ``video``, ``[B, C, F, H, W]`` with values in -1 .. 1.
+            generators: not used, because the loss has no randomness.
+
         Returns:
             Losses ``[B]`` float32, in nats per pixel and channel.
         """
@@ -211,6 +218,9 @@ class VideoContinuation(GenerativeModule):
 
         Returns:
             Losses ``[B]`` float32, in nats per pixel and channel.
+
+        Raises:
+            ValueError: if the clips have no frames after the first ``start``.
         """
         if frames.shape[1] <= self.start:
             raise ValueError(f"clips of {frames.shape[1]} frames have none after the first start={self.start}")

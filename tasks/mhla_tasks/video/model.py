@@ -1,4 +1,4 @@
-"""Options of Wan's transformer."""
+"""Options that define the architecture of Wan's transformer."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ VIDEOS = (VIDEO, "gif")
 """Extensions of the videos that can be read without captions."""
 
 NAMED = 5
-"""Maximum number of videos that an error names."""
+"""Maximum number of unusable videos that an error message names."""
 
 
 class CaptionedClips:
@@ -155,7 +155,7 @@ class UncaptionedClips:
         """Detect videos that are too short or damaged, by decoding only the first frames of all videos.
 
         Raises:
-            BrokenSampleError: if there are any. The message names up to five of them.
+            BrokenSampleError: if a video is too short or damaged. The message names up to five such videos.
         """
         reasons = []
         for index in track(range(len(self)), "checking videos", disable=len(self) < 100, console=Console(stderr=True)):
@@ -243,10 +243,10 @@ class Beginnings:
 
 
 def _check_rate(fps: float | None) -> None:
-    """Check that a number of frames per second is positive and finite; None stands for consecutive frames.
+    """Check that a number of frames per second, if it is not None, is positive and finite.
 
     Raises:
-        ValueError: if it is not.
+        ValueError: if the number is zero, negative or infinite.
     """
     if fps is not None and not 0 < fps < math.inf:
         raise ValueError(f"fps={fps} must be above 0 and finite, or null for consecutive frames")

@@ -70,12 +70,12 @@ def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int | Sequence[int]
 
 
 def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: int, trained: int) -> Figure:
-    """Draw a Matplotlib figure with two rows for each continued clip: frames of the true clip, and below them its own frames.
+    """Draw a Matplotlib figure with two rows for each clip: frames of the true clip, and frames of the continued clip below.
 
-    Longer clips are shown with more frames, see :func:`shown_frames`.
+    :func:`shown_frames` chooses the frames.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. Frames that a shorter true clip lacks are gray.
+        truth: true clips ``[F, C, H, W]`` uint8. If a true clip is shorter, its missing frames are gray.
         clips: continued clips, all of the same length, in the same format and order.
         start: number of frames at the beginning that were copied from the true clip.
         trained: number of frames of a training clip.
@@ -91,7 +91,7 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
     """Join each true clip and its continuation into one clip, with the true clip on the left.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. Frames that a shorter true clip lacks are gray.
+        truth: true clips ``[F, C, H, W]`` uint8. If a true clip is shorter, its missing frames are gray.
         clips: continued clips, all of the same length, in the same format and order.
 
     Returns:
@@ -109,7 +109,7 @@ def _of_length(true: Tensor, clip: Tensor) -> Tensor:
 
 
 def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
-    """Choose which frames of a continued clip to show: a few up to the trained length, and as many from each doubling of it.
+    """Choose which frames of a continued clip to show: a few up to the trained length, and a few from each doubling of it.
 
     Args:
         trained: number of frames of a training clip.

@@ -22,7 +22,7 @@ from mhla_tasks.video.strips import draw_continuations, draw_strips, side_by_sid
 
 
 class ClipWriter(SampleFolder):
-    """Callback that writes each clip drawn from a model to an MP4 file, as soon as all clips of its batch are complete.
+    """Callback that writes each drawn clip to an MP4 file, as soon as all clips of its batch are complete.
 
     The files are in the folder ``videos``, with the names that VBench expects. Beside the folder, ``videos.jsonl`` has
     a line for each clip with its prompt, seed, index and drawing time in seconds. The picture ``videos.png`` shows the first
