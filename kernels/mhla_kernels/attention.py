@@ -1,8 +1,7 @@
 """Public functions that compute multi-head linear attention (MHLA) for complete sequences, instead of token by token.
 
-Queries read the keys and values of their own sequence, or those of another one (cross-attention).
-
-The arguments are checked once, here. The algorithms that these functions call assume valid arguments.
+Queries read the keys and values of their own sequence or, in cross-attention, of a second sequence. The arguments are checked
+once, here. The algorithms that these functions call assume valid arguments.
 
 Shape letters: B batch, N tokens (in cross-attention Nq queries and Nk keys), H heads, Dk and Dv widths of a key and of a value,
 M blocks (Mq of queries and Mk of keys), S packed sequences.
@@ -55,8 +54,8 @@ def mhla_attention(
 
     **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (with ``elu(x) + 1``, for example), or pass ``normalize=False``. On a CPU,
-    every call raises a ValueError for negative features. On an accelerator, only the first call checks them. Compiled graphs do
-    not check them.
+    every call raises a ValueError for negative features, except rounding errors. On an accelerator, only the first call checks
+    them. Compiled graphs do not check them.
 
     The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
     for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
@@ -98,7 +97,7 @@ def mhla_attention(
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to a masked token. Masked tokens keep their
             position and block. Their outputs are zero, and no gradient passes through them. The output of a token that attends
-            to no key is zero, too. None masks no token. In cross-attention, ``[B, Nk]``, and only keys and values are masked.
+            to no key is also zero. None masks no token. In cross-attention, ``[B, Nk]``, and only keys and values are masked.
         query_mask: ``[B, Nq]`` bool, False for masked queries, in cross-attention. Their outputs are zero, and no gradient
             passes through them. They may hold any value. None masks no query.
         cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
@@ -135,7 +134,8 @@ def mhla_attention(
     Raises:
         ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
             decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
-        TypeError: for a dtype that is not float32, bfloat16 or float64 (float16 sums overflow).
+        TypeError: if q, k or v has a dtype other than float32, bfloat16 and float64 (float16 sums overflow), or if ``mixing``
+            is neither a floating-point tensor nor a :class:`mhla_kernels.mixing.Mixing`.
     """
     check_form_and_backend(form, backend)
     if is_cross(q, k, key_block_size, key_block_offsets, query_mask, key_cu_seqlens):
@@ -221,7 +221,7 @@ def attention_matrix(
 
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects.
-        TypeError: for a dtype that is not float32, bfloat16 or float64.
+        TypeError: for types and dtypes that :func:`mhla_attention` rejects.
     """
     if is_cross(q, k, key_block_size, key_block_offsets, query_mask, key_cu_seqlens):
         cross_problem = check_cross(
@@ -242,7 +242,7 @@ def attention_matrix(
 
 
 def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
-    """Choose the algorithm with the lowest estimated cost for an attention call: parallel, chunked or spanning.
+    """Choose the algorithm with the lowest estimated cost for an attention call.
 
     If the number of tokens is symbolic, as under ``torch.export``, the choice is always ``"chunked"``. The Triton kernels
     compute no token pairs across packed sequences, so their cost is estimated for sequences of average length.
@@ -250,6 +250,9 @@ def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
     Args:
         problem: checked arguments of the call.
         fused: whether Triton kernels would run the call, instead of PyTorch.
+
+    Returns:
+        ``"parallel"``, ``"chunked"`` or ``"spanning"``.
     """
     q, layout, mixing, causal = problem.q, problem.layout, problem.mixing, problem.weighting.causal
     if layout.is_open:

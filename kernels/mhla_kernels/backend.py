@@ -73,7 +73,7 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Return whether the queries ``q`` are on a GPU. There, Triton compiles its kernels; on a CPU, it interprets them."""
+    """Return whether the queries ``q`` are on a GPU, where Triton compiles its kernels. On a CPU, it interprets them."""
     return q.is_cuda
 
 

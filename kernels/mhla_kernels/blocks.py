@@ -1,4 +1,4 @@
-"""Assignment of tokens to blocks, which handles short last blocks, uneven blocks and packed sequences.
+"""Assignment of tokens to blocks. The last block may be short, blocks may differ in size, and sequences may be packed.
 
 Every block has the same number of slots. A slot without a token holds zeros.
 
@@ -23,7 +23,7 @@ Table = TypeVar("Table")
 
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Return integers as an int64 tensor on ``device``, without waiting for pending work of the device."""
+    """Convert integers to an int64 tensor on ``device``, without waiting for pending work of the device."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
         host = host.pin_memory()  # only copies from pinned memory are asynchronous
@@ -31,7 +31,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether a new tensor on ``device`` holds data, instead of being a fake tensor for torch's tracing."""
+    """Return whether a new tensor on ``device`` is an ordinary tensor, not a fake one, and no graph is being compiled."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -183,8 +183,8 @@ class TokenLayout(NamedTuple):
     def most_blocks(self) -> int:
         """Number of blocks in the sequence.
 
-        For packed sequences, it is an upper bound of the number in any one of them. If the number of tokens is symbolic, it is
-        an upper bound, too.
+        For packed sequences, it is an upper bound of the number of blocks in any one of them. If the number of tokens is
+        symbolic, it is also an upper bound.
         """
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
@@ -200,7 +200,7 @@ class TokenLayout(NamedTuple):
         return self._replace(block_size=at_most(blocks * self.block_size, self.tokens))
 
     def token_blocks(self, device: torch.device) -> TokenBlocks:
-        """Compute for every token the index of its block and of its packed sequence, without waiting for the device."""
+        """Return the index of each token's block and of its packed sequence, computed without waiting for the device."""
         position = torch.arange(self.tokens, device=device)
         if self.block_offsets is not None:
             return TokenBlocks(keep(_uneven_blocks, device, self.block_offsets))
@@ -211,7 +211,7 @@ class TokenLayout(NamedTuple):
         return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
 
     def partition(self, device: torch.device) -> BlockPartition:
-        """Make the index tables that put the tokens into blocks with equal numbers of slots, without waiting for the device."""
+        """Return the tables that put tokens into blocks of equally many slots, computed without waiting for the device."""
         if self.block_offsets is not None:
             return keep(_uneven_partition, device, self.block_offsets)
         if self.cu_seqlens is not None:
@@ -224,7 +224,7 @@ class TokenLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Index of the block that contains each token, and of the packed sequence that contains each token.
+    """Indices of the block and of the packed sequence that contain each token.
 
     Attributes:
         block: ``[N]`` int64, index of the block, counted from the start of the token's own sequence.
@@ -236,7 +236,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Number for each token's block, ``[N]`` int64, which increases from block to block and from sequence to sequence."""
+        """Number of each token's block, ``[N]`` int64, which increases from block to block and from sequence to sequence."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 
@@ -320,10 +320,15 @@ class BlockPartition(NamedTuple):
 
 
 def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.device) -> BlockPartition:
-    """Return the partition of packed sequences, in which no block contains tokens of two sequences.
+    """Return the assignment of packed tokens to blocks, in which no block contains tokens of two sequences.
 
     If ``cu_seqlens`` is on an accelerator or is traced, its values are not read. The number of blocks is then the upper bound
     ``N // block_size + S`` for S sequences with N tokens in total.
+
+    Args:
+        layout: sizes of the packed sequences and of their blocks.
+        cu_seqlens: index of the first token of each sequence, followed by N, ``[S + 1]``.
+        device: device of the index tensors in the result.
     """
     tokens, block_size = layout.tokens, layout.block_size
     slots = at_most(tokens, block_size)
@@ -347,7 +352,12 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
 
 
 def _uneven_blocks(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    """Return the index of the block of each token, ``[N]`` int64: a constant, also in a graph for ONNX."""
+    """Return the index of the block that contains each token, ``[N]`` int64. An exported graph stores it as a constant.
+
+    Args:
+        device: device of the result.
+        offsets: index of the first token of each block, followed by N.
+    """
     sizes = [end - start for start, end in pairwise(offsets)]
     return on_device([block for block, size in enumerate(sizes) for _ in range(size)], device)
 

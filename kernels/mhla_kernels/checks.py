@@ -104,7 +104,8 @@ def check_weighting(
         feature_map: name of the feature map.
 
     Raises:
-        ValueError: if an option is unknown, two options do not fit together, or ``eps`` is not positive.
+        ValueError: if an option is unknown, if ``scale`` is set together with ``normalize``, or if ``eps`` is not positive with
+            ``normalize``.
     """
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
@@ -140,7 +141,7 @@ SMALLEST_SHARE = 1e-5
 """Negative features up to this fraction of the largest feature count as rounding errors."""
 
 _looked_at: set[torch.device] = set()
-"""Accelerators on which features have been checked, once each, because reading values waits for the device."""
+"""Accelerators on which a call has been checked for negative features. Later calls there are not checked."""
 
 
 def check_features(features: dict[str, tuple[Tensor, Tensor | None]], way_out: str) -> None:
@@ -302,7 +303,13 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: Causal, q: Tensor) -> None:
     """Raise ValueError unless the mixing coefficients cover all blocks.
 
-    Causal attention accepts coefficients for more blocks than there are; bidirectional attention does not.
+    Causal attention accepts coefficients for more blocks than there are. Bidirectional attention does not.
+
+    Args:
+        mixing: mixing coefficients between blocks.
+        layout: partition of the tokens into blocks.
+        causal: causality of the attention.
+        q: queries, ``[B, N, H, Dk]``, which decide whether the error message mentions transposed axes.
     """
     size = mixing.blocks
     if size is None:
@@ -345,10 +352,14 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
 
 
 def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
-    """Return a sequence or a tensor of at least two integers as a tuple.
+    """Convert a sequence or a tensor of at least two integers to a tuple of Python integers.
+
+    Args:
+        values: integers to convert.
+        name: name of the argument, for the error message.
 
     Raises:
-        ValueError: if the values are not integers, or fewer than two; the message gives ``name``.
+        ValueError: if a value is not an integer, or if there are fewer than two values.
     """
     if isinstance(values, Tensor):
         if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
@@ -409,7 +420,8 @@ def check_packed(
         name: name of the argument, for the error message.
 
     Raises:
-        ValueError: if the bounds do not rise from 0 to the number of tokens, or if there are several batch rows.
+        ValueError: if the bounds decrease or do not run from 0 to the number of tokens, if the mixing does not cover a
+            sequence, or if there are several batch rows.
     """
     if batch != 1:
         raise ValueError(f"{name} packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")

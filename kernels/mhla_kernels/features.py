@@ -10,7 +10,7 @@ from torch import Tensor
 FeatureMap = Literal["identity", "relu"]
 
 FEATURE_MAP_FLOOR = 1e-6
-"""Number added after the rectifier, so that no normalizer is zero (from the paper's public code)."""
+"""Number that the feature map adds to ``relu(x)``, so that no sum of weights is zero (from the paper's public code)."""
 
 
 def map_features(
@@ -24,7 +24,7 @@ def map_features(
         v: values, ``[B, N, Hkv, Dv]``.
         feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
         query_mask: ``[B, N]`` bool, False for masked queries, which may hold any value, NaN included; None masks no query.
-        key_mask: the same for keys and values; in self-attention, the same mask.
+        key_mask: mask of keys and values, of the same form; in self-attention, the same tensor.
 
     Returns:
         Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.

@@ -1,4 +1,4 @@
-"""Replacement of overflowed sums by finite numbers, so that an overflow at a later token does not affect earlier tokens."""
+"""Replacement of overflowed sums with finite numbers, so that an overflow at a later token does not affect earlier tokens."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LARGEST = torch.finfo(torch.float32).max * 2.0**-20
 
 
 def finite_(sums: Tensor) -> Tensor:
-    """Replace infinite and NaN values by large finite numbers, in place; gradients pass through unchanged.
+    """Replace infinite and NaN values with large finite numbers, in place. Gradients pass through unchanged.
 
     In causal attention, a matrix with zeros above its diagonal is applied to these sums. Zero times infinity would make the
     outputs of earlier tokens NaN. The overflow remains visible in the outputs of the token that caused it.

@@ -375,18 +375,18 @@ class Piece(NamedTuple):
 
 
 def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
-    """Derive a generation state that is ready for new tokens, and find where each row's new tokens begin.
+    """Prepare a generation state for new tokens, and find where each row's new tokens begin.
 
-    If the last block of a row is full and the row gets new tokens, the derived state has a new block for them.
+    If the last block of a row is full and the row gets new tokens, the prepared state has a new block for them.
 
     Args:
         state: generation state after the earlier tokens. It is not changed.
         counts: number of new tokens of each row.
         mixing: mixing coefficients between blocks.
-        writes: whether tensors that are created for the derived state may be written to in place.
+        writes: whether tensors that are created for the prepared state may be written to in place.
 
     Returns:
-        The derived state, which is ``state`` itself if no row starts a block, with the block and the position in it at which
+        The prepared state, which is ``state`` itself if no row starts a block, with the block and the position in it at which
         each row's new tokens begin.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
@@ -444,13 +444,13 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
 
 
 def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor | None) -> Tensor:
-    """Take tokens ``[B, N, H, D]`` out of blocks, the reverse of :func:`in_blocks`.
+    """Take tokens ``[B, N, H, D]`` out of blocks, which reverses :func:`in_blocks`.
 
     Args:
         out: tokens in M blocks of C slots (token positions), ``[B, H, M, C, D]``.
         offsets: slot of the first token in the first block, for each row.
         tokens: number of tokens N.
-        mask: ``[B, N]`` bool, False for tokens to replace by zeros; None to keep the values of all tokens.
+        mask: ``[B, N]`` bool, False for tokens to set to zero; None to keep the values of all tokens.
     """
     out = out.flatten(2, 3).transpose(1, 2)
     if len(set(offsets)) == 1:
@@ -462,7 +462,7 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Callable that mixes block summaries when new tokens, arranged in blocks, are appended to a generation state.
+    """Callable that mixes the summaries of new blocks with the blocks that a generation state already holds.
 
     A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
     the earlier tokens of the block in which the new tokens begin.
@@ -485,8 +485,8 @@ class _ContinuedMixer(Mixer):
         """Compute a causal mixture of block summaries for each of the M blocks of new tokens.
 
         Args:
-            summary: sums ``k^T v`` of the blocks, ``[B, H, M, K, V]``, or their sums of keys, ``[B, H, M, K]``.
-            causal: not used; the mixtures are always causal.
+            summary: sums of ``k^T v`` for each block, ``[B, H, M, K, V]``, or sums of the keys, ``[B, H, M, K]``.
+            causal: ignored; the mixtures are always causal.
 
         Returns:
             Mixtures, in the shape of ``summary``.

@@ -1,9 +1,9 @@
-"""One normalizer for two sums: softmax attention to near tokens, and linear attention to mixed summaries of far tokens.
+"""Softmax attention to near tokens and linear attention to mixed summaries of far tokens, with one common normalizer.
 
 On a CPU, torch's flash attention computes the softmax part without storing the scores. It also returns the logarithm of each
-sum of weights, with which the parts are combined. Its backward pass takes the combined output and the combined logarithm in
-place of its own, and then returns the gradients of the combined attention. :func:`combine_scores` is the same function written
-out, for all devices, tracers and derivatives.
+sum of weights, which is needed to combine the parts. If its backward pass gets the combined output and the combined logarithm
+in place of its own, it returns the gradients of the combined attention. :func:`combine_scores` computes the same result from
+explicit scores, on all devices, under tracers and for higher derivatives.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from mhla_kernels.attention import without_autocast
 from mhla_kernels.torch_private import cpu_flash_attention, cpu_flash_attention_backward, has_values
 
 LEAST_WEIGHT = 0.8
-"""Exponent e of ``tiny ** e`` (5e-31 in float32), to which a smaller sum of far weights is raised for choosing the divisor.
+"""Exponent e of the lower bound ``tiny ** e`` (5e-31 in float32) of a sum of far weights.
 
-:func:`combine_scores` divides all weights of a query by this divisor.
+:func:`combine_scores` divides all weights of a query by a number, and applies this bound when it chooses that number.
 """
 
 MOST_GRADIENT = 0.5
-"""Exponent e of ``max ** e``, the largest factor on sums over far tokens that are zero.
+"""Exponent e of ``max ** e``, the largest factor on a sum over far tokens if that sum is zero.
 
-It also bounds the gradients of mixing coefficients that are zero.
+The factor has no effect on the output, but it bounds the gradients of mixing coefficients that are zero.
 """
 
 LARGEST = 0.47
@@ -109,7 +109,7 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
 
     Args:
         q: queries, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``.
-        near: groups of near tokens, at least one. Their leading axes are those of ``q`` or 1.
+        near: groups of near tokens, at least one. Their leading axes equal the axes of ``q`` or have length 1.
         far: sums over the far tokens.
 
     Returns:
@@ -137,7 +137,7 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
 
 
 def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
-    """Compute the result of :func:`combine`, with the same arguments, from the scores of all near tokens.
+    """Compute the result of :func:`combine`, with the same arguments, from explicit scores of all near tokens.
 
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
@@ -193,7 +193,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return for vectors ``[..., D]`` whether all absolute values are at most ``limit``, ``[..., 1]`` bool; False for NaN."""
+    """Return a mask of vectors ``[..., D]`` whose absolute values are at most ``limit``, ``[..., 1]`` bool; False for NaN."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 

@@ -1,4 +1,4 @@
-"""Access to files in a cache folder that other users may write to: links are not followed, and files of others are not read.
+"""Safe access to a cache folder that other users may write to. Links are not followed, and files of others are not read.
 
 Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS that
 maps root to nobody). There, the owner of a newly made file is trusted too.

@@ -93,7 +93,7 @@ def prepare_tokens(
         v: values, ``[B, N, Hkv, Dv]``; in cross-attention, ``[B, Nk, Hkv, Dv]``.
         feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
         query_mask: bool mask of the queries, False for masked ones, ``[B, N]`` or ``[B, Nq]``; None masks no query.
-        key_mask: the same for keys and values, ``[B, N]`` or ``[B, Nk]``.
+        key_mask: bool mask of keys and values, False for masked ones, ``[B, N]`` or ``[B, Nk]``; None masks none.
 
     Returns:
         Queries, keys and values with H heads each, in float32 (float64 if one of the tensors is float64).
@@ -125,7 +125,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
-    """Replace every entry of ``x`` along ``axis`` by ``repeats`` adjacent copies; return ``x`` itself for one copy."""
+    """Repeat every entry of ``x`` along ``axis``, with ``repeats`` adjacent copies. Return ``x`` itself for one copy."""
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 

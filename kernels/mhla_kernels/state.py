@@ -180,7 +180,7 @@ class BlockState:
         """Check that the state was not passed to a function with ``donate_state=True``, which may have overwritten its tensors.
 
         Raises:
-            ValueError: if it was; the message says how to continue.
+            ValueError: if the state was passed to such a function; the message says how to continue.
         """
         if self.spent:
             raise ValueError(
@@ -272,11 +272,11 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return the number of finished blocks in a row whose last block has the index ``block``."""
+        """Return the number of finished blocks in a row whose last block has the index ``block``. Subclasses implement it."""
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
-        """Start an empty block in some rows of a generation state under construction.
+        """Start an empty block in some rows of a generation state under construction. Subclasses implement this method.
 
         Args:
             draft: the state under construction.
@@ -308,7 +308,7 @@ class Draft:
             self.put_all("finished", room)
 
     def put_all(self, name: str, x: Tensor) -> None:
-        """Replace a tensor of the state under construction by a new one, which this state then owns.
+        """Replace a tensor of the state under construction with a new one, which this state then owns.
 
         Args:
             name: name of the tensor.

@@ -73,7 +73,8 @@ _unknown: set[str] = set()
 def cache_folder() -> Path:
     """Return the folder that stores the results of comparing Triton kernels with PyTorch.
 
-    This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set.
+    This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set. For
+    a user without a home folder, it is in the system's folder for temporary files.
     """
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
@@ -206,7 +207,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         instead: function that computes the same result with PyTorch.
 
     Returns:
-        The result of ``run``, or that of ``instead``.
+        The result of ``run``, or of ``instead`` if the kernel fails or was withdrawn earlier.
 
     Raises:
         Exception: if ``run`` fails for a reason that is not a fault of the kernel, such as lack of memory, or if ``kind`` is
@@ -367,10 +368,9 @@ def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
 
 
 def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of comparing a Triton kernel with PyTorch.
+    """Return the stored result of comparing a Triton kernel with PyTorch; None if there is no result.
 
-    If no result is stored, return None. However, if at least two comparisons crashed their processes, return a result that
-    rejects the kernel.
+    If no result is stored, but at least two comparisons crashed their processes, return a result that rejects the kernel.
     """
     folder = folder_of(device)
     if stored := _read(folder / f"{kind}.json"):
@@ -399,9 +399,13 @@ def _read(path: Path) -> Verdict | None:
 
 
 def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files of kernel trials that crashed their processes.
+    """List the mark files that crashed trials of a Triton kernel left behind.
 
-    A trial compares a Triton kernel with PyTorch, and its mark file is locked while it runs. The file stays after a crash.
+    A trial compares the kernel with PyTorch. Its mark file is locked while it runs, and stays after a crash.
+
+    Args:
+        kind: name of the kernel.
+        folder: folder of the mark files.
     """
     ended = []
     for mark in folder.glob(f"{kind}.*.running"):

@@ -75,8 +75,8 @@ def mhla_window_attention(
 
     With ``causal``, near tokens are in the query's block and in the block before it, all earlier tokens are far, and i is the
     block before the query's. Otherwise, near tokens are in the query's block and in the blocks next to it, along each axis and
-    diagonally, all others are far, and i is the query's block. Sinks are near for every query. Without ``causal``, every token
-    is near for a sink.
+    diagonally. All other tokens are far, and i is the query's block. Sinks are near for every query. Without ``causal``, every
+    token is near for a sink.
 
     Args:
         q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk. Tokens of a block are contiguous.
@@ -84,8 +84,8 @@ def mhla_window_attention(
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they are
-            those of the blocks of the grid, without the block of sinks.
+        mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they cover
+            the blocks of the grid only, without the block of sinks.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: index of the first token of each block, followed by N; only without ``causal``.
         causal: whether a token attends only to itself and earlier tokens.
@@ -161,8 +161,8 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sin
         mixing: mixing coefficients between all blocks.
         blocks: assignment of the tokens to blocks.
         sinks: number of sinks, which are in the first block of each sequence.
-        sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for those of
-            ``x``.
+        sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for the
+            queries of ``x``.
     """
     # True for the first block of each sequence: the block before it belongs to a different sequence, or does not exist
     index = torch.arange(blocks.blocks, device=x.q.device)
@@ -182,7 +182,7 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sin
 
 
 class CausalWindow(NamedTuple):
-    """Near tokens of causal windowed attention, apart from those in the query's own block.
+    """Near tokens of causal windowed attention outside the query's own block: the preceding block, and the sinks.
 
     Attributes:
         k: keys of the block before each block, ``[B, H, M, C, Dk]``.
@@ -320,7 +320,7 @@ def check_window(
 
 
 def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
-    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one for the sinks if there are any."""
+    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one if ``has_sinks``. Skip symbolic sizes."""
     grid = tuple(block_grid)
     if any(is_dynamic(length) for length in (*grid, number)):
         return

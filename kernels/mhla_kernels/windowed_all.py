@@ -169,7 +169,7 @@ def _gather(x: Tensor, block: Tensor) -> Tensor:
 
 
 def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return which blocks each block reads: itself and those next to it.
+    """Return the indices of the blocks that each block reads, namely itself and its neighbors.
 
     Args:
         grid: number of blocks along each axis.
@@ -199,7 +199,13 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
 
 
 def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
-    """Return which pairs of M blocks are equal or neighbors, ``[M, M]`` bool; False for ``lead`` blocks before the grid."""
+    """Return a mask of pairs of blocks that are equal or neighbors, ``[M, M]`` bool.
+
+    Args:
+        grid: number of blocks along each axis.
+        lead: number of blocks before the grid, 0 or 1, for which the mask is False.
+        device: device of the mask.
+    """
     near = torch.ones(1, 1, dtype=torch.bool, device=device)
     for length in grid:
         index = torch.arange(length, device=device)

@@ -65,6 +65,6 @@ class InBlocks(NamedTuple):
 
     @property
     def sums(self) -> Tensor:
-        """Summary of each block, ``[B, H, M, K, V + 1]``: for each feature, V weighted sums of values and a sum of weights."""
+        """Block summaries, ``[B, H, M, K, V + 1]``: for each feature, V weighted sums of values and a sum of weights."""
         # in one product with a column of ones; features in slots without a token are zero
         return finite_(self.g.transpose(-1, -2) @ F.pad(self.v, (0, 1), value=1.0))

@@ -67,12 +67,12 @@ def cheapest_forms(layout: TokenLayout, axes: Sequence[int], width: int, feature
 
 
 def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
-    """Return which pairs of tokens are near, ``[N, N]`` bool.
+    """Return a mask of pairs of tokens that are near each other, ``[N, N]`` bool.
 
     Args:
         near_blocks: mask of blocks that are the same or next to each other, ``[M, M]`` bool.
         block: index of each token's block, ``[N]`` int64.
-        sinks: number of first tokens that are near for all tokens, and all tokens for them.
+        sinks: number of sinks. These first tokens form a near pair with every token.
     """
     is_sink = torch.arange(len(block), device=block.device) < sinks
     return near_blocks[block[:, None], block] | is_sink[:, None] | is_sink

@@ -309,7 +309,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, s
 
 
 def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each of N = ``tokens`` new tokens in its row, ``[B, N]`` int64."""
+    """Return the position in its row of each new token, ``[B, N]`` int64, for N = ``tokens`` new tokens per row."""
     return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 

@@ -1,1 +1,1 @@
-"""Cross-attention: queries read keys and values of another sequence, which has its own length and blocks."""
+"""Cross-attention, in which queries read keys and values of a second sequence with its own length and blocks."""

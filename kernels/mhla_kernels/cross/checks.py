@@ -121,7 +121,7 @@ def _check_layouts(
     key_block_size: int | None,
     key_block_offsets: Bounds | None,
 ) -> CrossLayout:
-    """Check the blocks of both sides, and return them. Keys without arguments of their own get the blocks of the queries."""
+    """Check the blocks of queries and keys, and return them. Without a key block argument, keys get the query blocks."""
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if key_block_size is not None and key_block_offsets is not None:
@@ -138,7 +138,14 @@ def _check_layouts(
 
 
 def _check_side(name: str, tokens: int, size: int | None, offsets: Bounds | None) -> TokenLayout:
-    """Check the blocks of one side, whose arguments are called ``{name}_size`` and ``{name}_offsets``, and return them."""
+    """Check the blocks of the queries or of the keys, and return the layout.
+
+    Args:
+        name: ``"block"`` or ``"key_block"``, the start of the names of the arguments, for error messages.
+        tokens: number of queries or of keys.
+        size: tokens in a block; used only if ``offsets`` is None.
+        offsets: index of the first token of each uneven block, followed by the number of tokens; None for equal blocks.
+    """
     if offsets is not None:
         return TokenLayout(tokens, 0, check_offsets(offsets, tokens, f"{name}_offsets"))
     assert size is not None

@@ -70,7 +70,17 @@ def _attend(problem: CrossProblem, form: Form) -> Tensor:
 
 
 def _of_sequence(problem: CrossProblem, queries: tuple[int, int], keys: tuple[int, int], form: Form) -> Tensor:
-    """Compute the outputs of one packed sequence, from the token ranges of its queries and keys."""
+    """Compute the outputs of one packed sequence.
+
+    Args:
+        problem: checked arguments for all sequences.
+        queries: index of the sequence's first query, and the index after its last query.
+        keys: index of the sequence's first key, and the index after its last key.
+        form: ``"parallel"`` or ``"reference"``.
+
+    Returns:
+        ``[B, n, H, V]`` for n queries; zeros if the sequence has no keys.
+    """
     q = problem.q[:, slice(*queries)]
     k, v = problem.k[:, slice(*keys)], problem.v[:, slice(*keys)]
     if not q.shape[1] or not k.shape[1]:
@@ -90,7 +100,7 @@ def _parallel(problem: CrossProblem) -> Tensor:
 
 
 def _chunked_in_parts(problem: CrossProblem) -> Tensor:
-    """Compute the chunked form; on a CPU, a few batch rows or heads at a time, whose summaries fit into the cache."""
+    """Compute the chunked form. On a CPU, process a few batch rows or heads at a time, so that summaries fit into the cache."""
     layout, (q, k, v) = problem.layout, problem[:3]
     if q.device.type != "cpu" or torch.compiler.is_compiling() or (layout.is_packed and not torch.is_grad_enabled()):
         return _chunked(problem)

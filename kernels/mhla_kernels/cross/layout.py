@@ -1,4 +1,4 @@
-"""Partition of two sequences, queries and keys, into blocks, and the pairs of blocks that cross-attention mixes.
+"""Partition of queries and keys into blocks, and the pairs of blocks that cross-attention mixes.
 
 Shape letters: Mq and Mk numbers of query blocks and of key blocks, S packed pairs of sequences.
 """
@@ -27,7 +27,7 @@ Range = tuple[int, int]
 
 
 class CrossLayout(NamedTuple):
-    """Partition of the queries into blocks, and that of the keys.
+    """Partitions of the queries and of the keys into blocks.
 
     Attributes:
         queries: layout of the queries.
@@ -84,9 +84,9 @@ class CrossPartition(NamedTuple):
         return None if queries is None or keys is None else queries[:, None] == keys
 
     def block_sequences(self) -> list[tuple[Range, Range]] | None:
-        """Return the block ranges of the queries and of the keys of each packed sequence.
+        """Return the range of query blocks and the range of key blocks of each packed sequence.
 
-        None if the rows are not packed, or if the bounds are not read.
+        Return None if the rows are not packed, or if their bounds are on an accelerator or traced.
         """
         sequences = self.layout.sequences
         if sequences is None:
@@ -127,7 +127,12 @@ class CrossPartition(NamedTuple):
 
     @staticmethod
     def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:
-        """Return for each of the M ``blocks`` the number of blocks of its packed sequence in ``layout``, ``[M]``."""
+        """Return the number of blocks of one side that belong to the same packed sequence as each of M blocks, ``[M]`` int64.
+
+        Args:
+            layout: layout of the side whose blocks are counted, queries or keys.
+            blocks: assignment of tokens to the M blocks.
+        """
         assert layout.cu_seqlens is not None
         assert blocks.owner is not None
         bounds = on_device(layout.cu_seqlens, blocks.owner.device)

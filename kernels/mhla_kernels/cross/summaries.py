@@ -1,4 +1,4 @@
-"""Summaries of the blocks of keys, computed once for many calls of cross-attention, as in generation token by token.
+"""Summaries of key blocks, computed once for many calls of cross-attention, such as the steps of text generation.
 
 Shape letters: B batch, N tokens, H heads, Mq and Mk blocks of queries and of keys, K and V widths of a key and of a value.
 """

@@ -114,6 +114,10 @@ def _in_parts(problem: Problem, form: ChosenForm) -> Tensor | None:
 
     The block summaries (sums over the keys and values of a block) of each part need at most 16 MiB, if possible.
 
+    Args:
+        problem: checked arguments, as :func:`mhla_kernels.problem.prepare` returns them.
+        form: ``"chunked"`` or ``"spanning"``.
+
     Returns:
         Outputs ``[B, N, H, V]``. None if all block summaries fit into 16 MiB, so that the computation need not be split,
         or if the batch has one row and the mixing coefficients cannot be split by head.

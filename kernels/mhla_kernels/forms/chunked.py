@@ -163,7 +163,12 @@ def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 
 
 def _are_finite(summary: Tensor, total: Tensor) -> Tensor:
-    """Return for each block whether all its sums, ``[B, H, M, K, V]`` and ``[B, H, M, K]``, are finite: ``[B, H, M]`` bool."""
+    """Return whether all sums of each block are finite, ``[B, H, M]`` bool.
+
+    Args:
+        summary: sums of ``k^T v``, ``[B, H, M, K, V]``.
+        total: sums of k, ``[B, H, M, K]``.
+    """
     # the largest absolute value of each block: a norm reads the sums once, without a copy
     of_products = torch.linalg.vector_norm(summary.detach(), torch.inf, (-2, -1))
     of_keys = torch.linalg.vector_norm(total.detach(), torch.inf, -1)
@@ -171,7 +176,7 @@ def _are_finite(summary: Tensor, total: Tensor) -> Tensor:
 
 
 def summarize(k: Tensor, v: Tensor) -> Tensor:
-    """Compute the summary ``k^T v`` of each block, ``[..., K, V]``, with infinite and NaN sums replaced by finite numbers.
+    """Compute the summary ``k^T v`` of each block, ``[..., K, V]``, and replace infinite and NaN sums with finite numbers.
 
     Args:
         k: keys of the C tokens of each block, ``[..., C, K]``.
@@ -215,9 +220,9 @@ def _sums_before(x: Tensor) -> Tensor:
     The result is not computed as ``cumsum - x``, in which a large value would remain as a rounding error.
 
     Args:
-        x: sums of the T tiles of each of M blocks, ``[B, H, M, T, ...]``.
+        x: sums of the J tiles of each of M blocks, ``[B, H, M, J, ...]``.
 
     Returns:
-        Sums over the earlier tiles, in the shape of ``x``. Infinite and NaN sums are replaced by finite numbers.
+        Sums over the earlier tiles, in the shape of ``x``. Infinite and NaN sums are replaced with finite numbers.
     """
     return finite_(F.pad(x[:, :, :, :-1], (0, 0) * (x.dim() - 4) + (1, 0)).cumsum(3))

@@ -17,7 +17,7 @@ from mhla_kernels.forms.spanning import chunk_tokens
 from mhla_kernels.problem import Causal
 
 CONSTANTS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "cost.json").read_text())
-"""Costs by backend, in multiply-adds, in addition to those of the products.
+"""Costs by backend, in multiply-adds, in addition to the cost of matrix products.
 
 ``pair`` is the cost of a token pair (scaling, masking, row sum). ``summary`` is the cost of writing and reading one entry of a
 block summary. ``token`` is the cost of reading one element of k or v again."""
@@ -188,7 +188,9 @@ def _unit_costs(key_width: int, value_width: int, backend: Literal["torch", "tri
 def _costs_of_sides(
     tokens: tuple[int, int], blocks: tuple[int, int], mixed: int, numbers: int, units: UnitCosts
 ) -> dict[ChosenForm, float]:
-    """Return the costs of the forms without causality, with queries and keys that may be different tokens.
+    """Estimate the cost of the parallel and of the chunked form without causality, in multiply-adds.
+
+    Queries and keys may be different tokens. The result is a dict of costs by form, for one batch row and head.
 
     Args:
         tokens: number of queries and number of keys.
@@ -204,14 +206,22 @@ def _costs_of_sides(
 def _held_by_sides(
     form: ChosenForm, tokens: tuple[int, int], blocks: tuple[int, int], numbers: int, backend: str
 ) -> int:
-    """Return how many float32 values the parallel or the chunked form holds for one batch row and head."""
+    """Estimate how many float32 values the parallel or the chunked form holds for one batch row and head.
+
+    Args:
+        form: ``"parallel"``, or any other form for ``"chunked"``.
+        tokens: number of queries and number of keys.
+        blocks: number of query blocks and number of key blocks.
+        numbers: number of entries of a block summary.
+        backend: ``"torch"`` or ``"triton"``.
+    """
     if form == "parallel":
         return 0 if backend == "triton" else 3 * tokens[0] * tokens[1]  # with the coefficients of a head
     return (blocks[0] + blocks[1]) * numbers
 
 
 def _within_limit(costs: dict[ChosenForm, float], numbers: dict[ChosenForm, int]) -> dict[ChosenForm, float]:
-    """Return the costs of the forms that fit into the memory limit; if none does, of the form that needs the least memory.
+    """Return the costs of the forms that fit into the memory limit. If none fits, keep the form that needs the least.
 
     Args:
         costs: cost of each form.

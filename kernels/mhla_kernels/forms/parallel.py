@@ -1,11 +1,11 @@
-"""Parallel form of attention in PyTorch: products of all token pairs, times the mixing coefficient of their two blocks.
+"""Parallel form of attention in PyTorch: products of all token pairs, multiplied by the coefficients of their blocks.
 
 The number of operations grows with N squared. Two large matrix products take most of the time, which makes this form the
 fastest one for up to a few hundred tokens. Tokens stay where they are: the coefficients are expanded to pairs of tokens, once
 for all batch rows, instead of moving the tokens of each row into blocks.
 
-On a CPU, a few batch rows are computed at a time, so that their weights fit into the cache of a core, and the backward pass
-computes the weights again, which is faster than reading them back from memory.
+On a CPU, a few batch rows are computed at a time, so that their weights fit into the cache of a core. The backward pass
+computes the weights again, which is faster than reading them from memory.
 
 Shape letters: B batch, P batch rows of a part, H heads, N queries, J keys (N in self-attention), M blocks, K key width, V value
 width.
@@ -28,12 +28,12 @@ from mhla_kernels.torch_private import has_values, is_batched_gradient, is_wrapp
 
 
 class Pairs(NamedTuple):
-    """Options of the parallel form: how attention weights follow from the products of token pairs.
+    """Options that turn the products of token pairs into attention weights.
 
     Attributes:
         weighting: causality and normalization of the attention weights.
         queries: index of the block and of the packed sequence that contain each query.
-        keys: the same for each key.
+        keys: index of the block and of the packed sequence that contain each key.
     """
 
     weighting: Weighting
@@ -41,7 +41,7 @@ class Pairs(NamedTuple):
     keys: TokenBlocks
 
     def hide(self, x: Tensor) -> Tensor:
-        """Replace the numbers of pairs ``[..., N, J]`` that must not attend to each other by zeros, in place."""
+        """Set the entries ``[..., N, J]`` of pairs whose query must not attend to the key to zero, in place."""
         return hide_pairs(x, self.weighting.causal, self.queries, self.keys, inplace=True)
 
 
@@ -63,7 +63,7 @@ def parallel(
         mixing: coefficients between Mq blocks of queries and Mk blocks of keys, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
         weighting: causality and normalization of the attention weights.
         queries: index of the block and of the packed sequence that contain each query.
-        keys: the same for each key.
+        keys: index of the block and of the packed sequence that contain each key.
 
     Returns:
         Outputs, ``[B, N, H, V]``.
@@ -79,9 +79,17 @@ def parallel(
 
 
 def _at_once(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> Tensor:
-    """Compute the outputs ``[B, N, H, V]`` by differentiable functions of torch, for all batch rows together.
+    """Compute attention with differentiable functions of torch, for all batch rows together.
 
-    ``coefficients`` has the mixing coefficient of each pair of tokens, ``[N, J]`` or ``[H, N, J]``.
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
+        v: values, ``[B, J, H, V]``.
+        coefficients: mixing coefficient of each pair of tokens, ``[N, J]`` or ``[H, N, J]``.
+        pairs: options of the weights.
+
+    Returns:
+        Outputs, ``[B, N, H, V]``.
     """
     weighting = pairs.weighting
     products_BHNJ = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
@@ -95,9 +103,14 @@ def _at_once(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs
 
 
 def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
-    """Return whether these tensors can be processed in parts, and would be divided into more than one.
+    """Return whether an attention call can be computed in parts, and would have more than one part.
 
-    Only plain tensors on a CPU can, outside the transformations of ``torch.func`` and outside tracing.
+    Only plain tensors on a CPU can be divided. The transformations of ``torch.func`` and tracing rule it out.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
+        others: all other tensors of the call.
     """
     tensors = (q, k, *others)
     return (
@@ -117,27 +130,30 @@ class _RowsAndHeads(NamedTuple):
     heads: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Take this part of tokens ``[B, N, H, D]``, ``[P * H, N, D]``. It is a copy if there are several rows."""
+        """Select this part of tokens ``[B, N, H, D]``. The result is ``[P * H, N, D]``, a copy if there are several rows."""
         return x[self.rows, :, self.heads].transpose(1, 2).flatten(0, 1)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """Take this part of numbers ``[B, H, N, D]``, ``[P * H, N, D]``, without a copy."""
+        """Select this part of a tensor ``[B, H, N, D]`` with heads before tokens, as a view ``[P * H, N, D]``."""
         return x[self.rows, self.heads].flatten(0, 1)
 
     def of_pairs(self, x: Tensor) -> Tensor:
-        """Take the heads of numbers of token pairs, ``[N, J]`` or ``[H, N, J]``."""
+        """Select the heads of this part from values of token pairs ``[H, N, J]``; return ``[N, J]`` unchanged."""
         return x if x.dim() == 2 else x[self.heads]
 
 
 def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_RowsAndHeads], list[Tensor]]:
-    """Divide the batch rows and heads into parts, and allocate memory for the numbers of all token pairs of one part.
+    """Divide the batch rows and heads into parts, and allocate workspaces for the token pairs of one part.
 
-    All parts use the same memory: to allocate it for each of them takes longer than to fill it.
+    All parts use the same workspaces, because allocating memory for each part would take longer than filling it.
 
     Args:
         q: queries, ``[B, N, H, K]``.
         k: keys, ``[B, J, H, K]``.
-        count: number of tensors to allocate, ``[P * H, N, J]`` each.
+        count: number of workspaces.
+
+    Returns:
+        The parts, and ``count`` uninitialized tensors ``[P * H, N, J]``.
     """
     batch, tokens, heads = q.shape[:3]
     numbers = tokens * k.shape[1]
@@ -152,9 +168,18 @@ def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_RowsAndHeads], list[
 
 
 def _in_parts(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> tuple[Tensor, Tensor]:
-    """Compute the outputs ``[B, H, N, V]``, and the sums of the weights of each query plus eps, ``[B, H, N, 1]``.
+    """Compute attention for a few batch rows or heads at a time, without support for autograd.
 
-    Without normalization, the sums are empty, ``[0]``.
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
+        v: values, ``[B, J, H, V]``.
+        coefficients: mixing coefficient of each pair of tokens, ``[N, J]`` or ``[H, N, J]``.
+        pairs: options of the weights.
+
+    Returns:
+        Outputs, ``[B, H, N, V]``, and the sum of each query's weights plus eps, ``[B, H, N, 1]``. Without normalization, the
+        second tensor is empty.
     """
     weighting, heads = pairs.weighting, q.shape[2]
     out_BHNV = q.new_empty(len(q), heads, q.shape[1], v.shape[3])
@@ -174,12 +199,36 @@ def _in_parts(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pair
 
 
 def _products(q: Tensor, k: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
-    """Compute the products of all token pairs, ``[P * H, N, J]``, into a workspace."""
+    """Compute the products of queries ``[P * H, N, K]`` and keys ``[P * H, J, K]`` in a workspace.
+
+    Products of pairs whose query must not attend to the key are zero.
+
+    Args:
+        q: queries of one part.
+        k: keys of one part.
+        pairs: options of the weights.
+        space: workspace for at least ``P * H`` matrices ``[N, J]``, which is overwritten.
+
+    Returns:
+        A view of the workspace, ``[P * H, N, J]``.
+    """
     return pairs.hide(torch.bmm(q, k.transpose(1, 2), out=space[: len(q)]))
 
 
 def _weigh(products: Tensor, coefficients: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
-    """Multiply numbers of all token pairs, ``[P * H, N, J]``, by their mixing coefficients, into a workspace."""
+    """Multiply values of all token pairs by the mixing coefficients of their blocks, in a workspace.
+
+    Results of pairs whose query must not attend to the key are zero.
+
+    Args:
+        products: values of the pairs, ``[P * H, N, J]``.
+        coefficients: mixing coefficient of each pair, ``[N, J]`` or ``[H, N, J]``.
+        pairs: options of the weights.
+        space: workspace, which is overwritten; may be ``products`` itself.
+
+    Returns:
+        A view of the workspace, ``[P * H, N, J]``.
+    """
     rows = (-1, *coefficients.shape)
     weights = space[: len(products)]
     torch.mul(products.view(rows), coefficients, out=weights.view(rows))
@@ -187,7 +236,7 @@ def _weigh(products: Tensor, coefficients: Tensor, pairs: Pairs, space: Tensor) 
 
 
 class _InParts(torch.autograd.Function):
-    """Autograd function for :func:`_in_parts`. It saves its arguments and outputs, and no number of a token pair."""
+    """Autograd function for :func:`_in_parts`, which saves its arguments and outputs but nothing per pair of tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pairs) -> Tensor:
@@ -252,9 +301,9 @@ def _gradients(
 
 
 def _sum_of_products(share: Tensor, out: Tensor) -> Tensor:
-    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN is zero.
+    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN counts as zero.
 
-    An overflowed output is infinite or NaN. If its gradient is zero, it must stay zero.
+    ``share`` is a gradient. Where it is zero, an overflowed output must not make other gradients NaN.
     """
     sums = (share * out).sum(-1, keepdim=True)
     return sums if sums.isfinite().all() else torch.where(share == 0, 0, share * out).sum(-1, keepdim=True)

@@ -34,7 +34,7 @@ def weights(
         mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``; ``[Mq, Mk]`` or ``[H, Mq, Mk]`` in cross-attention.
         where: index of the block and of the packed sequence that contain each query.
         weighting: causality and normalization of the weights.
-        where_keys: index of the block and of the packed sequence that contain each key; None for those of the queries.
+        where_keys: index of the block and of the packed sequence that contain each key; None for ``where``.
 
     Returns:
         Weights, ``[B, H, N, J]``.

@@ -1,9 +1,9 @@
-"""Spanning form of attention in PyTorch: it processes chunks of several blocks that are connected by running sums.
+"""Spanning form of attention in PyTorch, which processes chunks of several blocks and connects them by running sums.
 
-It is for mixing coefficients that are sums of exponentials. Its cost does not depend on the block size. (With short blocks, the
-chunked form holds as many numbers in its block summaries as in its tokens.) A chunk spans G blocks. Pairs of tokens inside a
-chunk are weighted by a ``[G, G]`` matrix. T running sums pass from chunk to chunk, which is linear attention with T times as
-many features:
+The form requires mixing coefficients that are sums of exponentials. Its cost does not depend on the block size. (With short
+blocks, the block summaries of the chunked form need as much memory as the tokens.) A chunk spans G blocks. Pairs of tokens
+inside a chunk are weighted by a ``[G, G]`` matrix. T running sums pass from chunk to chunk, which is linear attention with T
+times as many features:
 
     o_t = sum_{j in chunk} m[b(t), b(j)] (q_t . k_j) v_j  +  sum_r reading[r, b(t)] q_t^T H_r
     H_r = sum over earlier (later) chunks of e^{-decay_r (chunks in between)} sum_j writing[r, b(j)] k_j v_j^T

@@ -9,7 +9,7 @@ from mhla_kernels.problem import Causal
 
 
 def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-    """Replace the scores of keys that a query must not attend to by zeros.
+    """Set the scores of keys that a query must not attend to, because they are later, to zero.
 
     Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
 
@@ -30,7 +30,16 @@ def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *
 
 
 def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
-    """Expand mixing coefficients ``[..., Mq, Mk]`` from pairs of blocks to pairs of N queries and J keys, ``[..., N, J]``."""
+    """Expand mixing coefficients from pairs of blocks to pairs of tokens.
+
+    Args:
+        mixing: coefficients, ``[..., Mq, Mk]``.
+        queries: index of the block that contains each of N queries.
+        keys: index of the block that contains each of J keys.
+
+    Returns:
+        ``[..., N, J]``.
+    """
     if mixing.device.type == "cpu":
         # columns first: their single numbers are few, and the rows that are copied afterwards lie in one piece
         return mixing.index_select(-1, keys.block).index_select(-2, queries.block)
@@ -39,15 +48,15 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
 
 
 def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
-    """Replace the numbers of token pairs that must not attend to each other by zeros.
+    """Set the entries of token pairs whose query must not attend to the key to zero.
 
     These are pairs with a later key, as for :func:`hide_later`, and pairs of different packed sequences.
 
     Args:
-        x: numbers of pairs of N queries and J keys, ``[..., N, J]``.
-        causal: keys that a query attends to.
+        x: values of pairs of N queries and J keys, ``[..., N, J]``.
+        causal: causality, as for :func:`hide_later`.
         queries: index of the block and of the packed sequence that contain each query.
-        keys: the same for each key.
+        keys: index of the block and of the packed sequence that contain each key.
         inplace: whether to change ``x`` itself, which must not need a gradient.
     """
     if queries.sequence is not None and keys.sequence is not None:
@@ -59,16 +68,16 @@ def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlock
 def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
     """Multiply the products of token pairs by their mixing coefficients, and hide pairs whose query must not attend to the key.
 
-    Later keys, and keys of a different packed sequence, are hidden. They are hidden before the multiplication, because zero
-    times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. They are hidden after
-    the multiplication too, so that no gradient reaches them, not even one that overflowed.
+    Later keys, and keys of a different packed sequence, are hidden before and after the multiplication. Before, because zero
+    times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. After, so that no
+    gradient reaches hidden keys, not even one that overflowed.
 
     Args:
         products: products of N queries and J keys, ``[B, H, N, J]``.
         pairs: coefficients of :func:`expand_pairs`, ``[N, J]`` or ``[H, N, J]``.
-        causal: keys that a query attends to, as for :func:`hide_later`.
+        causal: causality, as for :func:`hide_later`.
         queries: index of the block and of the packed sequence that contain each query.
-        keys: the same for each key.
+        keys: index of the block and of the packed sequence that contain each key.
 
     Returns:
         Weights before normalization, ``[B, H, N, J]``.

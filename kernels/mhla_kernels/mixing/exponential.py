@@ -51,7 +51,7 @@ class ExponentialMixing(Mixing):
             any length. Causal attention requires None.
 
     Raises:
-        ValueError: if the shapes do not fit together.
+        ValueError: if the shapes do not fit together, or if an axis of ``grid`` has fewer than one block.
     """
 
     learned = ("amplitude", "decay")
@@ -135,8 +135,8 @@ class ExponentialMixing(Mixing):
     def cross_matrix(self, pairs: BlockPairs) -> Tensor:
         """Return the coefficients between the blocks of two sequences that cover the same axis.
 
-        The distance is that between the centers of the blocks, in key blocks (:meth:`BlockPairs.distance`). With a grid, both
-        sides have the same grid of blocks.
+        Distances are measured between block centers, in key blocks (:meth:`BlockPairs.distance`). With a grid, both sides have
+        the same grid of blocks.
 
         Args:
             pairs: blocks of both sides.
@@ -149,9 +149,9 @@ class ExponentialMixing(Mixing):
         return _kernel(self.amplitude, self.decay, pairs.distance(self.amplitude))
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
-        """Return the weight of a block's own summary, ``[1]`` or ``[H, 1]``: the sum of the amplitudes.
+        """Return the coefficient m[i, i] of a block's own summary, the sum of the amplitudes: ``[1]`` or ``[H, 1]``.
 
-        The weight is the same for every block, so the arguments are ignored.
+        It is the same for every block, so the arguments are ignored.
         """
         return self.amplitude.sum(-1, keepdim=True)
 
@@ -186,10 +186,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def span_terms(self, causal: bool) -> int | None:
-        """Return the number of running sums that connect groups of blocks: one per exponential term if causal, otherwise two.
+        """Return the number of running sums that connect chunks: one per exponential term if causal, otherwise two.
 
-        A group, called a chunk, consists of consecutive blocks. The result is None if the blocks form a grid, since consecutive
-        blocks are then not always neighbors, so running sums cannot connect the groups.
+        A chunk is a group of consecutive blocks. The result is None if the blocks form a grid. Consecutive blocks of a grid are
+        not always neighbors, so running sums cannot connect chunks.
         """
         if self.grid is not None:
             return None
@@ -216,9 +216,9 @@ class ExponentialMixing(Mixing):
         Args:
             finished: running sums of the finished blocks, ``[B, H, R, W]``.
             rows: rows of the batch that ``summary`` belongs to: a slice of all rows, or a tensor of row indices.
-            first: not used here.
+            first: ignored.
             summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
-            in_place: not used here.
+            in_place: ignored.
 
         Returns:
             New running sums, always a copy.
@@ -359,7 +359,7 @@ class ExponentialMixing(Mixing):
 def _check_decay(decay: Tensor) -> None:
     """Check that the decays are finite and not negative.
 
-    On an accelerator, or if torch traces the check, invalid decays raise an error later, so that the check need not wait.
+    The check does not wait for the device. Invalid decays on an accelerator, or while torch traces, raise an error later.
 
     Raises:
         ValueError: if a decay on a CPU is invalid, except while torch traces.

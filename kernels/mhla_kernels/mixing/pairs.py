@@ -1,6 +1,6 @@
-"""Pairs of a query block and a key block in cross-attention, and the distance between such blocks on a common axis.
+"""Pairs of a query block and a key block in cross-attention, and the distances between their positions on a common axis.
 
-Shape letters: Mq and Mk numbers of query blocks and of key blocks.
+Shape letters: Mq query blocks, Mk key blocks.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class BlockPairs(NamedTuple):
     def distance(self, like: Tensor) -> Tensor:
         """Compute the distances between the centers of query blocks and key blocks, ``[Mq, Mk]``, in key blocks.
 
-        Both sequences cover the same axis. The center of query block i is at ``(i + 1/2) Mk / Mq``, that of key block j at
-        ``j + 1/2``. With as many query blocks as key blocks, the distance is ``|i - j|``.
+        Both sequences cover the same axis. The center of query block i is at ``(i + 1/2) Mk / Mq``, and the center of key block
+        j is at ``j + 1/2``. With as many query blocks as key blocks, the distance is ``|i - j|``.
 
         Args:
             like: tensor that gives the dtype and the device.

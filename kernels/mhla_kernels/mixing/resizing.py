@@ -40,7 +40,8 @@ def resize_mixing(mixing: Tensor, old_grid: Sequence[int], new_grid: Sequence[in
         ``[M', M']`` or ``[H, M', M']`` with ``M' = prod(new_grid)``, in the dtype and on the device of ``mixing``.
 
     Raises:
-        ValueError: if the grids have different numbers of axes, or ``mixing`` does not have ``prod(old_grid)`` blocks.
+        ValueError: if the grids differ in the number of axes, an axis has fewer than one block, or ``mixing`` does not have
+            ``prod(old_grid)`` blocks.
     """
     if len(old_grid) != len(new_grid) or not old_grid or min(*old_grid, *new_grid) < 1:
         raise ValueError(

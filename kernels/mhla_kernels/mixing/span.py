@@ -1,8 +1,8 @@
-"""Exponential mixing for chunks of several blocks: a small matrix inside a chunk, running sums between chunks.
+"""Exponential mixing for chunks of several blocks, by a small matrix inside a chunk and running sums between chunks.
 
-Let a chunk have G blocks. Count blocks from the start of their chunk, and let g be the number of the query's block and h that
-of the key's block. For two chunks that are D >= 1 apart, each exponential term of the mixing coefficient is a product of three
-factors, for reading, for the chunks in between, and for writing:
+Let a chunk have G blocks. Count blocks from the start of their chunk, and let g be the index of the query's block and h the
+index of the key's block. For two chunks that are D >= 1 apart, each exponential term of the mixing coefficient is a product of
+three factors, for reading, for the chunks in between, and for writing:
 
     a exp(-lambda (D G + g - h)) = a exp(-lambda (g + 1))  *  exp(-lambda G (D - 1))  *  exp(-lambda (G - 1 - h))
 

@@ -1,4 +1,4 @@
-"""Collective operation of sequence parallelism that gives every process the tensors of all processes.
+"""Collective operation that gives every process the tensors of all processes, for sequence parallelism.
 
 The backward pass returns the gradient of each tensor to the process that sent it.
 """

@@ -1,7 +1,7 @@
 """Multi-head linear attention (MHLA) over a sequence whose tokens are distributed over processes.
 
 Process p holds the complete blocks with indices from f_p up to, but not including, l_p. It computes the summaries S_b of its
-own blocks. It gets from the other processes, depending on the mixing coefficients m:
+own blocks. The mixing coefficients m determine which data it gets from the other processes:
 
     dense m          every summary S_b, or every k and v where those are fewer bytes;
     exponential m    for each of the R terms one sum from every process on its left, and one from its right:
@@ -160,7 +160,9 @@ def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
 def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
     """Return a meta tensor, for argument checks, with the shape that ``x`` would have for the complete sequence.
 
-    ``x`` has the axes ``[B, n, heads, width]``, and ``tokens`` takes the place of n.
+    Args:
+        x: tensor of this process, ``[B, n, heads, width]``. A tensor without four axes is returned unchanged.
+        tokens: number of tokens of the complete sequence, which takes the place of n.
     """
     if x.dim() != 4:
         return x
@@ -168,18 +170,28 @@ def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Append a column of ones to the values ``[B, N, H, V]``, or of zeros where the mask ``[B, N]`` is False.
+    """Append a column of ones to the values, in which attention then computes the sums of the weights.
 
-    Attention then computes the sums of the weights in this column.
+    Args:
+        v: values, ``[B, N, H, V]``. Masked values must be finite.
+        key_mask: ``[B, N]`` bool, False for masked tokens, whose row becomes zero; None masks no token.
+
+    Returns:
+        ``[B, N, H, V + 1]``.
     """
     v = F.pad(v, (0, 1), value=1.0)
     return v if key_mask is None else v * key_mask[..., None, None]
 
 
 def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
-    """Gather the keys and values of all processes, and compute the summaries ``k^T v`` of all M blocks, ``[B, Hkv, M, K, V]``.
+    """Gather the keys and values of all processes, and compute the summaries ``k^T v`` of all M blocks.
 
-    With normalization, the values have one more column, of ones.
+    Args:
+        problem: arguments of the call, with the tokens of this process.
+        plan: assignment of blocks to processes.
+
+    Returns:
+        Summaries, ``[B, Hkv, M, K, V]``. With normalization, ``[B, Hkv, M, K, V + 1]``, where the last column is the sum of k.
     """
     k, v, mask, accumulate = problem.k, problem.v, problem.key_mask, problem.accumulate
     if k.dtype != v.dtype:  # both are sent in one tensor

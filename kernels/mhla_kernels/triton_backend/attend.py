@@ -1,6 +1,6 @@
 """Kernel for the outputs of attention and for the gradients of q, k and v, in the parallel, chunked and spanning forms.
 
-All four results are one computation with its operands exchanged. For each row token t,
+One computation gives all four results if its operands are exchanged. For each row token t,
 
     out_t = x_t^T S~  +  sum_j c(t, j) (x_t . y_j) a_j
 
@@ -86,7 +86,7 @@ def _through_summary(
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
     well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
     the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
-    features. ``rows`` are the indices of the tokens in the tile; those that are not ``visible`` count as zero. ``outputs`` are
+    features. ``rows`` are the indices of the tokens in the tile. Tokens that are not ``visible`` count as zero. ``outputs`` are
     the indices of the output features that the program computes.
 
     Returns:

@@ -1,4 +1,4 @@
-"""One call of the Triton attention operator: its arguments, and the sizes, tables and options derived from them."""
+"""Arguments of one call of the Triton attention operator, and the sizes, tables and options derived from them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def chip_of(device: torch.device) -> int:
 
 
 class Arguments(NamedTuple):
-    """Arguments of ``torch.ops.mhla.attention``, in the order of its parameters: first tensors, then numbers and options.
+    """Arguments of ``torch.ops.mhla.attention``, in the order of its parameters. Tensors come before numbers and options.
 
     Attributes:
         q: queries, ``[B, N, H, K]``, float32 or bfloat16, any strides.
@@ -116,13 +116,13 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call whose tokens form pairs with those of this call: the call itself, or the other side of cross-attention."""
+        """Call whose tokens this call's tokens are paired with: the call itself or, in cross-attention, the other side."""
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
 
     @property
     def rows(self) -> int:
-        """Number of pairs of a batch row and a head, B * H. The first dimension of every launch grid is a multiple of it."""
+        """Number of batch rows times number of heads, B * H. The first dimension of every launch grid is a multiple of it."""
         return self.q.shape[0] * self.q.shape[2]
 
     @property
@@ -147,7 +147,7 @@ class Call:
 
     @property
     def order(self) -> int:
-        """Constant of the kernels: 0 if they hide nothing, ``TOKENS`` to hide later tokens, ``BLOCKS`` to hide later blocks."""
+        """Value of the kernels' constant ``CAUSAL``: 0 to hide nothing, 1 to hide later tokens, 2 to hide later blocks."""
         return self.causal + self.block_causal
 
     @property
@@ -164,7 +164,7 @@ class Call:
         """Return the launch options (warps, stages, registers) of a kernel on this call's device.
 
         Args:
-            tiles: tile sizes of the kernel, with its numbers of warps and stages.
+            tiles: tile sizes, number of warps and number of stages of the kernel.
         """
         warps, stages = tiles.warps, tiles.stages
         if config.overlaps_chained_products(self.chip):
@@ -201,9 +201,9 @@ class Call:
         """Divide each sequence into tiles of ``rows`` tokens.
 
         Returns:
-            A table with a column for each tile, ``[7, tiles]`` int32, and the number of tiles. The rows of the table are those
-            of ``table`` in :class:`BlockTables`, with tiles in place of blocks: first token, token after the last one, and so
-            on. If sequences are not packed, the kernels need no such table, and the table of the blocks is returned instead.
+            A table with a column for each tile, ``[7, tiles]`` int32, and the number of tiles. Its rows have the meaning of the
+            rows of ``table`` in :class:`BlockTables`, with tiles in place of blocks. If sequences are not packed, the kernels
+            do not need such a table, and the table of the blocks is returned instead.
         """
         if not self.tables.packed:
             return self.tables.table, triton.cdiv(self.tables.tokens, rows)

@@ -1,9 +1,9 @@
-"""Tile sizes of the Triton kernels: how many tokens, keys and values one program processes.
+"""Tile sizes of the Triton kernels, which set how many tokens and features one program processes.
 
-They depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
-compilation. The kernels that mix by a matrix are an exception: their tiles depend on the number of blocks, in up to four
-steps, for each of which ``trial.block_counts`` must have a trial. On Hopper, the sizes are the fastest ones measured
-(``benchmarks.tiles``); on other chips, they are chosen so that ``make resources`` shows no register spills for bfloat16 at
+The sizes depend on the dtype, the widths and the chip, but not on the sequence length, so that a new length needs no new
+compilation. Kernels that mix by a matrix are an exception. Their tiles depend on the number of blocks, in up to four steps, and
+``trial.block_counts`` must have a number of blocks for each step. On Hopper, the sizes are the fastest ones measured
+(``benchmarks.tiles``). On other chips, they are chosen so that ``make resources`` shows no register spills for bfloat16 at
 common widths.
 """
 
@@ -33,7 +33,7 @@ PROGRAMS = 528
 HOPPER = 90
 """Compute capability of Hopper times ten, as in ``sm_90``.
 
-It is the only chip on which tiles were timed. Others get tiles that do not spill there.
+Tiles were timed on this chip only. Other chips get tiles that do not spill registers.
 """
 
 LITTLE_SHARED_MEMORY = (86, 89, 120, 121)
@@ -110,9 +110,9 @@ def attend_tiles(
 ) -> AttendTiles:
     """Choose the tile sizes of the kernel that computes outputs or the gradients of q, k and v.
 
-    Rows and columns are those of the matrix of scores, one score for each token pair. If the kernel reads no block summaries,
-    each matrix product sums over all features at once where possible. The loop over columns can then keep the rows loaded and
-    prefetch the columns.
+    Rows and columns are axes of the matrix of scores, which has one score for each token pair. If the kernel reads no block
+    summaries, each matrix product sums over all features at once where possible. The loop over columns can then keep the rows
+    loaded and prefetch the columns.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -124,7 +124,8 @@ def attend_tiles(
         pairs: whether the kernel scores token pairs.
         matrix: whether token pairs are weighted by a matrix of coefficients between blocks.
         fine: whether 128 consecutive tokens may lie in more than 16 blocks.
-        short: whether to use fewer rows, for kernels that need more registers per row. Hopper needs it for wide results only.
+        short: whether to use fewer rows, for kernels that need more registers per row. It has an effect only in bfloat16 with
+            ``matrix``; on Hopper, only for results of more than 128 features.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
@@ -150,8 +151,16 @@ def attend_tiles(
 def _hopper_tiles(x_width: int, outputs: int, summaries: bool, pairs: bool, matrix: bool, fine: bool) -> AttendTiles:
     """Choose the tiles of :func:`attend_tiles` for bfloat16 and up to 128 output features on Hopper.
 
-    They are the fastest that ``benchmarks.tiles`` measured on an H200. With eight warps in place of four, forward and backward
-    pass together take 1.4 to 2.1 times as long: four warps compute the 64 rows of one Hopper matrix product.
+    The tiles are the fastest ones that ``benchmarks.tiles`` measured on an H200. Four warps compute the 64 rows of one Hopper
+    matrix product. With eight warps, forward and backward pass together take 1.4 to 2.1 times as long.
+
+    Args:
+        x_width: number of features that the scores sum over, a power of two.
+        outputs: number of output features of a tile, at most 128.
+        summaries: whether the kernel reads block summaries.
+        pairs: whether the kernel scores token pairs.
+        matrix: whether token pairs are weighted by a matrix of coefficients between blocks.
+        fine: whether 128 consecutive tokens may lie in more than 16 blocks.
     """
     if not summaries:
         columns = 128 if max(x_width, outputs) <= 64 and not fine else 64
@@ -229,7 +238,7 @@ class MixTiles(Tiles):
 def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
     """Choose the tile sizes of the kernels that mix block summaries by a matrix and compute the gradient of this matrix.
 
-    Tiles have fewer rows for up to 32 blocks.
+    The number of rows grows with the number of blocks. It changes above 32 blocks and, on Hopper in bfloat16, above 64 blocks.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
@@ -291,7 +300,7 @@ def mixing_gradient_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixingG
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tile sizes of the Triton kernels for exponential mixing, which go through the blocks in order with running sums.
+    """Tile sizes of the Triton kernels for exponential mixing, which keep running sums over the blocks.
 
     Attributes:
         columns: number of summary entries in a tile.

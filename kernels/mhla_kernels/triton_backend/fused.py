@@ -92,8 +92,14 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
 def _kind(problem: Problem, form: str, mixer: str, coefficients: list[Tensor], dtype: torch.dtype) -> Kind:
     """Describe the Triton kernels that an attention call needs, by dtype, sizes and options.
 
-    ``form`` is the algorithm, and ``mixer`` is the kind of the coefficients, ``"dense"`` or ``"exponential"``. The block size
-    is not rounded here; :func:`sound_kernels` rounds it, so that several sizes share one comparison with PyTorch.
+    The block size is not rounded here. :func:`sound_kernels` rounds it, so that similar sizes share one trial.
+
+    Args:
+        problem: checked arguments of the call.
+        form: algorithm: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
+        mixer: kind of the coefficients, ``"dense"`` or ``"exponential"``.
+        coefficients: tensors of the coefficients, as :func:`_coefficients` returns them.
+        dtype: dtype of the operands, float32 or bfloat16.
     """
     layout = problem.layout
     return Kind(
@@ -125,8 +131,7 @@ def layout_name(layout: TokenLayout) -> str:
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
     """Return the name of the set of Triton kernels for an attention call; an empty string if they disagree with PyTorch.
 
-    The first time, the outputs of the kernels are compared with those of PyTorch on small inputs. Later calls of this function
-    use the stored result.
+    The first call compares the kernels with PyTorch, on small inputs. Later calls use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

@@ -128,9 +128,9 @@ def mixing_gradient_kernel(
     """Compute the gradient of mixing coefficients: the dot product of ``gradient[i]`` and ``summary[b]`` for blocks i and b.
 
     Blocks are counted from the start of each packed sequence, and the results of all sequences are added up. With ``CAUSAL``
-    the result is 0 unless ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is 0 unless ``b <= i``. ``sequences`` holds the first
-    block i and the number of blocks i of each sequence, ``column_sequences`` those of the blocks b. In self-attention, both are
-    the same table.
+    the result is 0 unless ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is 0 unless ``b <= i``. ``sequences`` holds the index
+    of the first block i and the number of blocks i of each sequence. ``column_sequences`` holds the same for blocks b. In
+    self-attention, both are the same table.
 
     ``gradient`` (of the mixed summaries) is ``[B * H, blocks, WIDTH]`` float32, and ``summary`` is ``[B * H, column_blocks,
     WIDTH]``. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32; the caller sums the parts. Grid:

@@ -35,7 +35,7 @@ SCHEMA_TYPES: dict[Any, str] = {
 
 
 def make_schema(arguments: Any) -> str:
-    """Return the parameters of an operator, one for each field of a named tuple of its arguments."""
+    """Return the parameter list of an operator's schema, with one parameter for each field of the named tuple class."""
     defaults = arguments._field_defaults
     return ", ".join(
         f"{SCHEMA_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")
@@ -152,9 +152,13 @@ def register_attention(
 
 
 def _no_missing(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return one gradient for each input: an empty tensor for one that was not computed, or is missing at the end of the list.
+    """Return one gradient for each input, with an empty tensor in place of every gradient that was not computed.
 
     A registered operator cannot return None for a tensor.
+
+    Args:
+        gradients: gradients of the inputs, None if not computed. The list may be shorter than ``inputs``.
+        inputs: inputs of the operator.
     """
     every = [*gradients, *[None] * (len(inputs) - len(gradients))]
     return [like.new_empty(0) if x is None else x.contiguous() for x, like in zip(every, inputs, strict=True)]

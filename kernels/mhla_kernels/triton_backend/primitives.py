@@ -114,10 +114,10 @@ def rectify(x):
 
 @triton.jit
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
-    """Load some features of some tokens: ``rows`` are the indices of the tokens, and ``columns`` those of the features.
+    """Load the features with indices ``columns`` of the tokens with indices ``rows``.
 
-    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, all others go through ReLU,
-    and a small constant is added.
+    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, the feature map (ReLU plus a
+    small constant) is applied to all other entries.
 
     Returns:
         Features, ``[len(rows), len(columns)]``.

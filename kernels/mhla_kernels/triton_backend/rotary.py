@@ -228,7 +228,7 @@ def sound_kernel(
 ) -> str:
     """Return the name of the rotary kernel for these options if it agrees with PyTorch, else an empty string.
 
-    The first time, the kernel is compared with PyTorch on random tokens. Later calls use the stored result.
+    The first call compares the kernel with PyTorch on random tokens. Later calls use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

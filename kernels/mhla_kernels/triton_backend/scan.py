@@ -1,4 +1,4 @@
-"""Triton kernels of causal exponential mixing: R running sums over the blocks, in place of an M x M matrix.
+"""Triton kernels of causal exponential mixing, with R running sums over the blocks in place of an M x M matrix.
 
     S~_i = sum_r a_r e^{-lambda_r} P_r(i - 1),     P_r(i) = e^{-lambda_r} P_r(i - 1) + S_i
 
@@ -97,7 +97,7 @@ def scan_gradient_kernel(
     TERMS: tl.constexpr,
     TERMS_PADDED: tl.constexpr,
 ):
-    """Compute what ``COLUMNS`` of the ``WIDTH`` summary entries contribute to the gradients of amplitudes and decays.
+    """Compute the part of the gradients of amplitudes and decays that is due to ``COLUMNS`` of the ``WIDTH`` summary entries.
 
     The entries are divided into parts of ``COLUMNS`` entries, one for each program. ``gradient`` (of the mixed summaries) and
     ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and ``decay_gradient`` are

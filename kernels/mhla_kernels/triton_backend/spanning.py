@@ -1,4 +1,4 @@
-"""Forward and backward pass of attention with Triton in the spanning form: groups of blocks are connected by running sums.
+"""Forward and backward pass of attention with Triton in the spanning form, which connects groups of blocks by running sums.
 
 This form is for exponential coefficients. A group of consecutive blocks is called a chunk. It has one summary for each running
 sum. Each query is compared directly with the keys of its own chunk, and each score is multiplied by the mixing coefficient of
@@ -42,10 +42,10 @@ def carry_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Replace the summaries of each chunk by running sums over the earlier or later chunks of its sequence.
+    """Replace the summaries of each chunk with running sums over the earlier or later chunks of its sequence.
 
     A chunk is a group of consecutive blocks. It has ``TERMS`` summaries, which are weighted sums over its keys and values.
-    Those with an index below ``EARLIER`` are summed over the earlier chunks, the others over the later ones. ``REVERSE``
+    Summaries with an index below ``EARLIER`` are summed over the earlier chunks, all others over the later chunks. ``REVERSE``
     exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
@@ -73,7 +73,7 @@ def carry_kernel(
 
 
 def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
-    """Replace the summaries of chunks by running sums over earlier or later chunks, in place.
+    """Replace the summaries of chunks with running sums over earlier or later chunks, in place.
 
     A chunk is a group of consecutive blocks. Causal attention sums over earlier chunks only. Otherwise, the first half of the
     summaries of each chunk is summed over earlier chunks, and the second half over later ones.

@@ -142,11 +142,10 @@ def running_kernel(
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Sum the summaries of a block's pieces, and replace the summary of each piece by the sum over the earlier pieces.
+    """Sum the summaries of a block's pieces, and replace the summary of each piece with the sum over the earlier pieces.
 
-    Each block consists of ``pieces`` pieces, and the summary of a piece has ``WIDTH`` numbers. The summary of the first piece
-    is replaced by zeros. With ``REVERSE``, each summary is replaced by the sum over the later pieces, that of the last piece by
-    zeros.
+    Each block consists of ``pieces`` pieces, and the summary of a piece has ``WIDTH`` numbers. The first piece gets zeros. With
+    ``REVERSE``, each summary is replaced with the sum over the later pieces, and the last piece gets zeros.
 
     ``pieces_summary`` is ``[B * H, blocks * pieces, WIDTH]``, changed in place. ``block_summary`` is ``[B * H, blocks, WIDTH]``
     and receives the sums over all pieces. A program handles ``COLUMNS`` (a power of 2) of the ``WIDTH`` numbers, for all pieces
@@ -223,7 +222,7 @@ def summarize(
 
 
 def are_overflowed(summary: Tensor) -> Tensor:
-    """Return for each block whether one of its sums has overflowed. Causal calls replace such sums by large finite numbers.
+    """Return a mask of blocks with an overflowed sum, which causal calls have replaced with a large finite number.
 
     Args:
         summary: summaries with W numbers each, ``[..., W]``.

@@ -134,6 +134,10 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
 
     The table has ``N // block_size + S`` columns for S sequences with N tokens in total, an upper bound of the number of
     blocks. The last columns of the table may be unused.
+
+    Args:
+        layout: partition of the tokens into blocks of at most N tokens.
+        bounds: index of the first token of each sequence, followed by N, ``[S + 1]`` on the device.
     """
     block_size = layout.block_size
     counts = blocks_of_sequences(bounds, block_size)

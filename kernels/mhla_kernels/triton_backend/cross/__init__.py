@@ -1,1 +1,1 @@
-"""Cross-attention with the Triton kernels of self-attention, whose rows and columns are then tokens of different sequences."""
+"""Cross-attention on Triton. It uses the kernels of self-attention with rows and columns from two sequences."""

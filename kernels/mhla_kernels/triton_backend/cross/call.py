@@ -1,4 +1,4 @@
-"""One call of the Triton cross-attention operator: its arguments, and a call of the shared kernels for each side."""
+"""Arguments of one call of the Triton cross-attention operator, and a call of the shared kernels for each side."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mhla_kernels.triton_backend.tables import LOW
 
 
 class CrossArguments(NamedTuple):
-    """Arguments of ``torch.ops.mhla.cross_attention``, in the order of its parameters: first tensors, then numbers and options.
+    """Arguments of ``torch.ops.mhla.cross_attention``, in the order of its parameters, with tensors first.
 
     Attributes:
         q: queries, ``[B, Nq, H, K]``, float32 or bfloat16, any strides.
@@ -72,14 +72,14 @@ class CrossArguments(NamedTuple):
 
 
 class Side(Call):
-    """Queries or keys of a cross-attention call, as the rows of the shared kernels.
+    """One side of a cross-attention call, queries or keys, as the rows of the kernels that it shares with self-attention.
 
-    The shared kernels expect q, k and v on each side. Tensors that a side does not have are placeholders, of which only the
-    shapes are read: keys and values of the length of the queries, and queries of the length of the keys.
+    The kernels expect q, k and v on each side. The tensors that a side lacks are placeholders with the length of the side, and
+    only their shapes are read.
 
     Args:
-        arguments: arguments of the shared kernels for this side.
-        other: call of the other side, of which the kernels read sizes, tables and mask.
+        arguments: arguments of the kernels for this side.
+        other: call of the other side, whose sizes, tables and mask the kernels read.
     """
 
     def __init__(self, arguments: Arguments, other: Call) -> None:
@@ -106,7 +106,7 @@ class Side(Call):
 
 
 def sides(arguments: CrossArguments) -> tuple[Side, Side]:
-    """Return the calls of the shared kernels for the queries and for the keys of a cross-attention call."""
+    """Return the kernel calls for the two sides of cross-attention, with queries as rows and with keys as rows."""
     q, k, v = arguments[:3]
     of_queries = Arguments(
         q,

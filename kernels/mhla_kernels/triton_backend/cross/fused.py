@@ -81,7 +81,13 @@ def attend_cross_fused(problem: CrossProblem, form: str, only_if_sound: bool) ->
 
 
 def _kind(problem: CrossProblem, form: str, dtype: torch.dtype) -> CrossKind:
-    """Describe the Triton kernels that a cross-attention call needs. Block sizes are not rounded yet."""
+    """Describe the Triton kernels that a cross-attention call needs, with block sizes that are not rounded yet.
+
+    Args:
+        problem: checked arguments of the call.
+        form: ``"parallel"`` or ``"chunked"``.
+        dtype: dtype of the operands, float32 or bfloat16.
+    """
     sides: list[TokenLayout] = list(problem.layout)
     names = [layout_name(side) for side in sides]
     sizes = [side.block_size if side.block_offsets is None else side.largest for side in sides]
@@ -105,6 +111,8 @@ def _kind(problem: CrossProblem, form: str, dtype: torch.dtype) -> CrossKind:
 @torch.compiler.assume_constant_result
 def sound_cross_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
     """Return the name of the set of Triton kernels for a cross-attention call; an empty string if they disagree with PyTorch.
+
+    The first call compares the kernels with PyTorch, on small inputs. Later calls use the stored result.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

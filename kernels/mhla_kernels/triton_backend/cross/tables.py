@@ -1,7 +1,7 @@
-"""Lookup tables of the two sides of cross-attention.
+"""Lookup tables of the two sides of cross-attention, queries and keys.
 
-The table of a side describes its own blocks or tiles, as in self-attention. Its ranges of blocks and tokens, in rows FIRST,
-LAST, LOW and HIGH, are those of the other side, with which the tokens of the block form pairs.
+The table of a side describes its own blocks or tiles, as in self-attention. The ranges in rows FIRST, LAST, LOW and HIGH are
+blocks and tokens of the other side, with which the tokens of the block form pairs.
 
 Shape letters: M blocks of the side, S packed sequences.
 """
@@ -60,12 +60,15 @@ def _make(
 
 
 def token_ranges(table: Tensor, bounds: Tensor | None, other: TokenLayout) -> Tensor:
-    """Return the range of tokens of the other side that each block or tile of a table forms pairs with, ``[2, M]`` int32.
+    """Return for each block or tile of one side (queries or keys) the range of tokens of the other side that it is paired with.
 
     Args:
-        table: table of blocks or tiles, ``[7, M]`` int32.
+        table: table of the M blocks or tiles of one side, ``[7, M]`` int32, as in :class:`BlockTables`.
         bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
         other: layout of the other side.
+
+    Returns:
+        Index of the first token of each range, and the index after its last token, ``[2, M]`` int32.
     """
     if bounds is None:
         return _constant_ranges(table, other.tokens)
@@ -95,7 +98,18 @@ def _constant_ranges(table: Tensor, end: int) -> Tensor:
 
 
 def _ranges(table: Tensor, bounds: Tensor, firsts: Tensor, ends: Tensor, unused: int) -> Tensor:
-    """Return for each block the range of its packed sequence; an empty one, from ``unused`` to 0, for an unused block."""
+    """Look up for each block or tile the range of its packed sequence.
+
+    Args:
+        table: table of M blocks or tiles, ``[7, M]`` int32.
+        bounds: index of the first token of each of S sequences, followed by the number of tokens, ``[S + 1]``.
+        firsts: start of each sequence's range, ``[S]``.
+        ends: end of each sequence's range, ``[S]``.
+        unused: start of the range of unused blocks, whose end is 0, so that it is empty.
+
+    Returns:
+        Starts and ends, ``[2, M]`` int32.
+    """
     start = table[START].contiguous()
     used = table[END] > start
     sequence = torch.searchsorted(bounds[1:].contiguous(), start, right=True).clamp(max=len(bounds) - 2)
