@@ -5,8 +5,8 @@
     lightning bench architectures --count --models VLT-T VLT-S VLT-B VLT-L DiG-S/2 DiG-B/2 DiG-L/2 DiG-XL/2
 
 The defaults are VLT-T at 224, 384 and 512 pixels and DiG-S/2 on latents of 256, 512 and 1,024 pixels, one image at a time
-(``--images``). The table also has billions of multiply-adds of the forward pass, which torch counts on the meta device, and the
-growth of both per pixel from the smallest size to the largest.
+(``--images``). The table also has the billions of multiply-adds of the forward pass, which torch counts on the meta device. For
+times and multiply-adds, it has the growth per pixel from the smallest size to the largest.
 """
 
 from __future__ import annotations
@@ -74,7 +74,12 @@ def inputs(model: str, pixels: int, images: int, device: torch.device) -> tuple[
 
 
 def step(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
-    """Return a function that runs a forward and backward pass of a model on given inputs."""
+    """Return a function that runs a forward and backward pass of a model.
+
+    Args:
+        module: model.
+        tensors: arguments of the model.
+    """
 
     def once() -> None:
         module(*tensors).square().mean().backward()
@@ -84,7 +89,13 @@ def step(module: nn.Module, tensors: tuple[Tensor, ...]) -> Callable[[], None]:
 
 
 def count(model: str, kind: str, pixels: int) -> dict[str, Any]:
-    """Count a model's parameters, and the billions of multiply-adds in its forward pass for one image."""
+    """Count the parameters of a model, and the billions of multiply-adds in its forward pass for one image.
+
+    Args:
+        model: name of the model, such as ``VLT-T``.
+        kind: kind of attention.
+        pixels: height and width of the image in pixels.
+    """
     with torch.device("meta"), FlopCounterMode(display=False) as counter:
         module = network(model, kind, pixels).eval()
         module(*inputs(model, pixels, 1, torch.device("meta")))

@@ -149,7 +149,12 @@ def _against_floor(shape: Shape, row: dict[str, Any], rates: Rates, terms: int |
 
 
 def print_table(rows: list[dict[str, Any]], console: Console) -> None:
-    """Print a row for each shape and implementation. Ratios are the time of the peer over the time of the row."""
+    """Print a row for each shape and implementation, with the time of each peer divided by the time of the row.
+
+    Args:
+        rows: results of :func:`measure`.
+        console: console to print to.
+    """
     table = Table(title="milliseconds (median), forward | forward + backward; ratio: the peer's time over this row's")
     peers = [peer for peer in PEERS if any(row["method"] == peer for row in rows)]
     titles = ["shape", "method", "ms", "x floor", "GB/s", "TFLOP/s", *(f"{peer} /" for peer in peers), "peak MB"]
@@ -184,7 +189,13 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Plot the time per token over the number of tokens N, for the causal shapes with the shortest blocks."""
+    """Plot the time per token over the number of tokens N, for the causal shapes with the shortest blocks.
+
+    Args:
+        rows: results of :func:`measure`.
+        title: title of the figure.
+        path: path of the picture.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True, layout="constrained")
     shown = [row for row in rows if row["causal"] and row["block"] == min(r["block"] for r in rows if r["causal"])]
     for axis, key, label in zip(axes, ("forward_ms", "both_ms"), ("forward", "forward + backward"), strict=True):

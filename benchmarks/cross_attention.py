@@ -1,18 +1,18 @@
-"""Swapped cross-attention: losses of a small text-to-image model before and after, and time by the lengths of both sides.
+"""Replaced cross-attention: losses of a small text-to-image model, and times by the number of queries and of keys.
 
-lightning bench cross_attention
-lightning bench cross_attention --pretrain_steps 500 --steps 100 --seeds 1
-lightning bench cross_attention --parts generation
+    lightning bench cross_attention
+    lightning bench cross_attention --pretrain_steps 500 --steps 100 --seeds 1
+    lightning bench cross_attention --parts generation
 
-The first part trains a small SANA on scenes of colored digits with captions (embedded data), whose cross-attention (attn2) is
-softmax. It then replaces attn2 by linear attention and by MHLA, and trains all weights of each model, and of the original one,
+The first part trains a small SANA with softmax cross-attention on rendered scenes of colored digits with captions. It then
+replaces the cross-attention by linear attention and by MHLA, and fine-tunes all weights of each model, and of the original one,
 with the same data, steps and seeds. Losses are flow-matching losses on held-out scenes, with the same noise for every model.
 The loss with captions of other scenes shows how much a model uses its text. The second part measures one layer, without its
 projections, on one image and one text, in processor time of one thread, which other programs disturb little. The third part
 measures a token that the decoder of a T5 writes. Its cross-attention reads the keys of the encoder's tokens, or the summaries
 of their blocks. The time begins with the third token, so that the cost of computing the summaries is not counted.
 
-Longer than other modules, because the three parts share options, results and tables.
+This module is longer than others because the three parts share options, results and tables.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ READERS = {
     "mhla, keys": ("mhla", False),
     "mhla, summaries": ("mhla", True),
 }
-"""Kind of cross-attention in the third part, and whether it reads summaries, by name."""
+"""Variants of cross-attention in the third part, by name: the kind, and whether it reads summaries instead of keys."""
 
 QUERIES, KEYS = (1024, 4096, 16384), (64, 512, 4096)
 HEADS, WIDTH, BLOCKS = 4, 64, 16
-"""Heads, their width, and blocks of the image and of the text (of at least 16 tokens) in the second part."""
+"""Sizes of the layer in the second part: heads, width of a head, and maximum number of blocks of the image and of the text."""
 
 DECODER: dict[str, Any] = {
     "d_model": 512, "d_kv": 64, "num_heads": 8, "d_ff": 1024, "num_layers": 1, "num_decoder_layers": 6, "vocab_size": 512,
@@ -91,7 +91,7 @@ GENERATION = (
 """Title of the table of the third part."""
 
 TOKEN_BLOCK, WRITTEN = 64, 64
-"""Tokens in a block of the decoder's input and of the encoder's output in the third part, and tokens that are written."""
+"""Number of tokens in a block, for queries and for keys, and number of tokens to write, in the third part."""
 
 
 @dataclass(frozen=True)
@@ -219,8 +219,8 @@ def layer_call(kind: str, queries: int, keys: int, backward: bool) -> Callable[[
 
     Args:
         kind: kind of attention.
-        queries: number of tokens of the image, in blocks of a sixteenth.
-        keys: number of tokens of the text, in blocks of a sixteenth, at least 16.
+        queries: number of tokens of the image. A block is a sixteenth of them, but at least 16 tokens.
+        keys: number of tokens of the text, divided into blocks in the same way.
         backward: whether the function also computes gradients.
     """
     generator = torch.Generator().manual_seed(0)
@@ -270,9 +270,9 @@ def time_layers(queries: list[int], keys: list[int], runs: int) -> list[dict[str
 
 
 def writer(kind: str, keys: int, summaries: bool) -> Callable[[], float]:
-    """Return a function that writes tokens with a T5 of random weights, and returns the milliseconds of one token.
+    """Return a function that generates tokens with a T5 of random weights, and returns the milliseconds of one token.
 
-    The time of the first two tokens, of which the second one computes the summaries, is not counted.
+    The time does not include the first two tokens. The second one computes the summaries.
 
     Args:
         kind: kind of cross-attention; ``"softmax"`` for the original.
@@ -301,7 +301,15 @@ def writer(kind: str, keys: int, summaries: bool) -> Callable[[], float]:
 
 
 def time_generation(keys: list[int], runs: int) -> list[dict[str, Any]]:
-    """Measure a written token of each cross-attention at each length of the encoder's output; they alternate in each run."""
+    """Measure the processor time of a written token for each variant of cross-attention. The variants alternate in each run.
+
+    Args:
+        keys: numbers of tokens of the encoder's output.
+        runs: number of runs of each variant.
+
+    Returns:
+        A row for each number of tokens and variant, with the sorted milliseconds of a token.
+    """
     rows = []
     for count in track(keys, "writing", transient=True):
         writers = {name: writer(kind, count, summaries) for name, (kind, summaries) in READERS.items()}
@@ -314,7 +322,11 @@ def time_generation(keys: list[int], runs: int) -> list[dict[str, Any]]:
 
 
 def generation_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table of written tokens, with a title row: medians, with the smallest and the largest value."""
+    """Return the table of the times of a written token: a row of titles, then a row for each number of tokens.
+
+    Args:
+        rows: results of :func:`time_generation`.
+    """
     table = [["tokens of the encoder", *READERS]]
     for count in dict.fromkeys(row["keys"] for row in rows):
         by_name = {row["attention"]: row["token_ms"] for row in rows if row["keys"] == count}
@@ -324,7 +336,11 @@ def generation_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def loss_table(result: dict[str, Any]) -> list[list[str]]:
-    """Return the rows of the table of losses, with a title row: mean and standard deviation over the seeds."""
+    """Return the table of losses: a row of titles, then a row for each kind of attention.
+
+    Args:
+        result: result of :func:`train_models`.
+    """
 
     def spread(values: list[float]) -> str:
         return f"{mean(values):.4f}" + (f" ± {stdev(values):.4f}" if len(values) > 1 else "")
@@ -338,7 +354,11 @@ def loss_table(result: dict[str, Any]) -> list[list[str]]:
 
 
 def time_table(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """Return the rows of the table of times, with a title row: medians of the forward pass and of both passes."""
+    """Return the table of the times of a layer: a row of titles, then a row for each pair of lengths.
+
+    Args:
+        rows: results of :func:`time_layers`.
+    """
     table = [["tokens of the image", "tokens of the text", *KINDS]]
     for n, m in dict.fromkeys((row["queries"], row["keys"]) for row in rows):
         by_kind = {row["attention"]: row for row in rows if (row["queries"], row["keys"]) == (n, m)}
@@ -350,7 +370,7 @@ def time_table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def main() -> None:
-    """Train and measure, print tables, and write JSON."""
+    """Run the chosen parts, print their tables, and write JSON."""
     parser = argparse.ArgumentParser(prog="lightning bench cross_attention", description=__doc__.splitlines()[0])
     parser.add_argument("--pretrain_steps", type=int, default=2000)
     parser.add_argument("--steps", type=int, default=200, help="steps of fine-tuning")
@@ -382,7 +402,13 @@ def main() -> None:
 
 
 def write_result(path: Path, result: dict[str, Any], tables: dict[str, list[list[str]]]) -> None:
-    """Print tables, whose first rows are titles, by their headings, and write a result to a JSON file."""
+    """Print tables, and write a result to a JSON file.
+
+    Args:
+        path: path of the JSON file.
+        result: content of the JSON file.
+        tables: rows of each table by its heading. The first row of a table contains the titles of its columns.
+    """
     console = Console(width=130)
     for title, rows in tables.items():
         table = Table(*rows[0], title=title)

@@ -1,19 +1,22 @@
-"""Everyday work on a CPU beside its peers: training on texts, vision, loading of images, generation, Lightning's Trainer.
+"""Time of everyday work on a CPU compared with peers: training on texts, vision, image loading, generation, ``lightning fit``.
 
     lightning bench everyday --out benchmarks/results
     lightning bench everyday --only vision --profile
 
-Each comparison alternates between this package and its peer, with all threads that torch takes, in one process; only
-``fit`` has a process of its own for each run. The ratio of a run is the peer's time divided by this package's; the table
-has the median of the runs, and the smallest and the largest.
-``--profile`` adds the share of the time that each operator of torch takes in one run of this package.
+Each comparison alternates between this package and its peer in one process, with torch's default number of threads. Only
+``lightning fit`` runs in a separate process. The ratio of a run is the peer's time divided by this package's time. The table
+has the median, smallest and largest ratio of the runs. ``--profile`` adds the ten operators of torch that take most of the time
+in one run of this package.
 
-``text N`` is two training steps of 4 layers of width 256 with exponential mixing on 4,096 tokens, in sequences of N, beside a
-Llama of transformers of equal size. ``vision`` is ten passes of the attention layer of DINOv2-S on 16 images with 257 tokens,
-beside the same layer with softmax. ``images`` is one epoch of 1,500 JPEG files of 500 x 375 pixels, beside torchvision's
-ImageFolder with the same transform. ``generation B`` decodes 64 tokens of each of B sequences after 8,192 tokens, beside
-transformers' Llama with its cache. ``fit`` is ``lightning fit`` with validation, pictures and checkpoints, beside a loop that
-trains the same model on the same data and does nothing else.
+The comparisons are:
+
+    text N          two training steps of a model with exponential mixing (4 layers of width 256) on 4,096 tokens, in sequences
+                    of N tokens; peer: a Llama of transformers of equal size
+    vision          ten passes of the attention layer of DINOv2-S on 16 images of 257 tokens; peer: the same layer with softmax
+    images          one epoch of 1,500 JPEG files of 500 x 375 pixels; peer: torchvision's ImageFolder with the same transform
+    generation B    decoding of 64 tokens of each of B sequences after 8,192 tokens; peer: transformers' Llama with its cache
+    fit             lightning fit with validation, pictures and checkpoints; peer: a loop that only trains the same model on the
+                    same data
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
 Work = Callable[[], float]
-"""Function that does a fixed amount of work once, and returns the seconds that it took."""
+"""Function that does a fixed amount of work once, and returns its duration in seconds."""
 CONTEXT, STEPS, IMAGES = 8192, 64, 1500
 FITS = {
     "classification/mnist": (186, ["--trainer.max_epochs", "3"]),
@@ -65,12 +68,12 @@ FITS = {
         ["--trainer.max_steps=150", "--trainer.val_check_interval=150", "--trainer.limit_val_batches=0.5"],
     ),
 }
-"""Configurations of the comparison with a bare loop: number of training steps, and the options of ``lightning fit`` for it. The
-second one validates after half as many steps as its file says, with half of the batches."""
+"""Configurations to fit, each with the number of training steps of the bare loop and the options of ``lightning fit`` for as
+many steps."""
 
 
 def timed(function: Callable[[], object]) -> Work:
-    """Turn a function into one that returns the seconds that it takes."""
+    """Wrap a function so that a call returns the duration of the function in seconds."""
 
     def work() -> float:
         start = time.perf_counter()
@@ -81,7 +84,11 @@ def timed(function: Callable[[], object]) -> Work:
 
 
 def llama(context: int) -> LlamaForCausalLM:
-    """Build transformers' Llama with the size of the model of ``benchmarks.generation`` and random weights."""
+    """Build transformers' Llama with random weights, in the size of the models of :mod:`benchmarks.generation`.
+
+    Args:
+        context: maximum number of tokens of a sequence.
+    """
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -97,7 +104,14 @@ def llama(context: int) -> LlamaForCausalLM:
 
 
 def text(tokens: int) -> tuple[Work, Work]:
-    """Return the training of both language models, two steps each, on a batch of 4,096 tokens."""
+    """Return functions that time two training steps of a language model on a batch of 4,096 tokens.
+
+    Args:
+        tokens: number of tokens of a sequence.
+
+    Returns:
+        Functions for a model of this package with exponential mixing, and for transformers' Llama.
+    """
     batch = torch.randint(SIZE["vocab_size"], (4096 // tokens, tokens))
 
     def steps(model: nn.Module) -> Work:
@@ -115,7 +129,14 @@ def text(tokens: int) -> tuple[Work, Work]:
 
 
 def vision(part: str) -> tuple[Work, Work]:
-    """Return ten passes (``part``: forward or both) of a layer on images with 257 tokens, with MHLA and with softmax."""
+    """Return functions that time ten passes of an attention layer on images of 257 tokens.
+
+    Args:
+        part: ``"forward"`` for forward passes, or ``"both"`` for forward and backward passes.
+
+    Returns:
+        Functions for MHLA and for softmax attention.
+    """
     functions = layers.calls(16)
 
     def ten(kind: str) -> Work:
@@ -125,7 +146,15 @@ def vision(part: str) -> tuple[Work, Work]:
 
 
 def images(workers: int, folder: Path) -> tuple[Work, Work]:
-    """Return the reading of all images of a folder once: by the data module, and by torchvision with the same transform."""
+    """Return functions that time one epoch of reading the images in a folder.
+
+    Args:
+        workers: number of worker processes.
+        folder: folder with a subfolder of images for each class.
+
+    Returns:
+        Functions for this package's data module, and for torchvision's ImageFolder with the same transform.
+    """
     plain = AugmentConfig(auto_augment=None, color_jitter=0.0, random_erasing=0.0)
     data = ImageNetShards(str(folder), str(folder), batch_size=50, num_workers=workers, augment=plain)
     data.setup("fit")
@@ -139,7 +168,12 @@ def images(workers: int, folder: Path) -> tuple[Work, Work]:
 
 
 def write_images(folder: Path, count: int) -> None:
-    """Write JPEG files of 500 x 375 pixels with the coarse structure of photographs, in ten class folders."""
+    """Write random JPEG files of 500 x 375 pixels that resemble photographs in structure, into ten class folders.
+
+    Args:
+        folder: folder of the class folders.
+        count: number of files.
+    """
     random = np.random.default_rng(0)
     for index in range(count):
         coarse = Image.fromarray(random.integers(0, 256, (24, 32, 3), dtype=np.uint8)).resize(
@@ -154,7 +188,16 @@ def write_images(folder: Path, count: int) -> None:
 
 @torch.inference_mode()
 def generation(rows: int) -> tuple[Work, Work]:
-    """Return the steps of both models with ``rows`` equal contexts of 8,192 tokens, as they go on from run to run."""
+    """Return functions that time the decoding of 64 tokens for each of several sequences that share a context.
+
+    The sequences begin with a context of 8,192 tokens. Each call appends its tokens to the sequences of the earlier calls.
+
+    Args:
+        rows: number of sequences.
+
+    Returns:
+        Functions for a model of this package with exponential mixing, and for transformers' Llama.
+    """
     context = torch.randint(SIZE["vocab_size"], (1, CONTEXT))
     token = torch.zeros(rows, 1, dtype=torch.long)
 
@@ -179,30 +222,34 @@ def generation(rows: int) -> tuple[Work, Work]:
 
 
 class TrainingClock(Callback):
-    """Callback that writes how many seconds a training took, with validation, pictures and checkpoints.
+    """Callback that writes the duration of a training in seconds, including validation and callbacks, to a file.
 
     Args:
-        path: file for the number of seconds.
+        path: path of the file.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self._start = Path(path), 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start the clock."""
+        """Start the timer."""
         self._start = time.perf_counter()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the seconds since the start."""
+        """Write the seconds since the start of training to the file."""
         self.path.write_text(str(time.perf_counter() - self._start))
 
 
 def fit(config: str, folder: Path) -> tuple[Work, Work]:
-    """Return a training by ``lightning fit``, and by a loop without logs, validation, pictures and checkpoints.
+    """Return functions that time the training of a configuration.
 
     Args:
         config: name of the configuration, a key of :data:`FITS`.
         folder: folder for the runs.
+
+    Returns:
+        Functions for ``lightning fit`` in a separate process, without its start-up, and for a loop in this process without
+        logs, validation, pictures and checkpoints.
     """
     count, options = FITS[config]
 
@@ -256,7 +303,11 @@ def fit(config: str, folder: Path) -> tuple[Work, Work]:
 
 
 def comparisons(stack: ExitStack) -> dict[str, Callable[[], tuple[Work, Work]]]:
-    """Return functions that prepare each comparison, by name. ``stack`` removes their folders."""
+    """Return a function for each comparison, by name, which prepares it and returns the timed functions of both sides.
+
+    Args:
+        stack: exit stack that removes the temporary folder of the comparisons when it closes.
+    """
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
 
     def pictures(workers: int) -> tuple[Work, Work]:
@@ -278,7 +329,7 @@ def comparisons(stack: ExitStack) -> dict[str, Callable[[], tuple[Work, Work]]]:
 
 
 def shares_of_time(work: Work) -> dict[str, float]:
-    """Return the share of the CPU time that each of the ten longest operators of torch takes in one run."""
+    """Return the ten operators of torch that take most of the CPU time in one run, with their shares from 0 to 1."""
     with profile(activities=[ProfilerActivity.CPU]) as run:
         work()
     events = run.key_averages()
@@ -288,7 +339,7 @@ def shares_of_time(work: Work) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print a row for each comparison, and write JSON after each."""
+    """Measure all chosen comparisons, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(prog="lightning bench everyday", description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", metavar="NAME", help="beginnings of the names of the comparisons to make")
     parser.add_argument("--runs", type=int, default=5, help="runs of each side (default: 5)")

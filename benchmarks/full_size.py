@@ -156,7 +156,12 @@ def measure(case: FullSize, kinds: list[str]) -> Row:
 
 
 def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
-    """Measure the median time of ``times`` calls on the GPU in milliseconds, after two warm-up calls."""
+    """Measure the median time of a function on the GPU in milliseconds, after two warm-up calls.
+
+    Args:
+        run: function to call.
+        times: number of calls to measure.
+    """
     spent = []
     for _ in range(times + 2):
         torch.cuda.synchronize()
@@ -168,7 +173,7 @@ def milliseconds(run: Callable[[], Any], times: int = 5) -> float:
 
 
 def table(rows: list[Row]) -> str:
-    """Format the results as a Markdown table, each figure with its ratio to that of the first row."""
+    """Format the results as a Markdown table, in which figures have their ratio to the first row beside them."""
     timed = all("forward_ms" in row for row in rows)
     head = ["attention", "parameters", "forward pass", "training step, peak memory"]
     head += ["layer", "forward pass, time", "training step, time"] if timed else []

@@ -36,7 +36,12 @@ BLOCK, READ_AT_ONCE = 64, 2048
 
 
 def build(kind: str, context: int) -> MHLAForCausalLM:
-    """Build a small model with one kind of attention, for sequences of up to ``context`` tokens."""
+    """Build a small language model with random weights.
+
+    Args:
+        kind: kind of attention, a key of :data:`KINDS`.
+        context: maximum number of tokens of a sequence.
+    """
     torch.manual_seed(0)
     attention = AttentionConfig(block_size=BLOCK, normalize=False, rotary=True, gate=True, **KINDS[kind])
     return MHLAForCausalLM(MHLAConfig(**SIZE, context=context, attention=plain_attention(attention))).eval()

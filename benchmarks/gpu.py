@@ -158,10 +158,10 @@ def goals(out: Path) -> list[dict[str, Any]]:
     """Compare the operator's measured times with their floors and with those of the peers.
 
     Args:
-        out: folder of the results, in which attention-cuda.json is read.
+        out: folder of the results, which may contain ``attention-cuda.json``.
 
     Returns:
-        A row for each measured shape; an empty list if there is no such file.
+        A row for each measured shape; an empty list without ``attention-cuda.json``.
     """
     path = out / "attention-cuda.json"
     if not path.exists():

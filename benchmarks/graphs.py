@@ -194,6 +194,10 @@ def traced(model: Model, swapped: bool) -> dict[str, Any]:
     Args:
         model: model to compile.
         swapped: whether to replace its attention.
+
+    Returns:
+        A row with ``breaks`` (graph breaks, or the name of an error), ``graphs`` (number of graphs after each size),
+        ``difference`` (largest absolute difference of the outputs) and ``error`` (message if compilation fails, else None).
     """
     from torch._dynamo.utils import counters
 
@@ -223,6 +227,9 @@ def timed(model: Model, swapped: bool, seconds: float) -> dict[str, float | None
         model: model to measure.
         swapped: whether to replace its attention.
         seconds: approximate duration of each measurement in seconds.
+
+    Returns:
+        Times ``eager_ms`` and ``compiled_ms``; None for one that fails.
     """
     times: dict[str, float | None] = {}
     for name in ("eager", "compiled"):

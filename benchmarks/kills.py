@@ -69,7 +69,15 @@ DOMAINS = {
 
 
 def write_config(domain: Domain, folder: Path) -> Path:
-    """Write the domain's configuration, with a CSV file of losses and a checkpoint every few steps, and return its path."""
+    """Write the configuration of a domain, changed to log losses to a CSV file and to save checkpoints often.
+
+    Args:
+        domain: shipped configuration and the options that shorten the run.
+        folder: folder of the file.
+
+    Returns:
+        Path of the file.
+    """
     config = yaml.safe_load((ROOT / domain.config).read_text())
     trainer = config["trainer"] | domain.trainer
     trainer |= {"log_every_n_steps": 1, "enable_progress_bar": False, "accelerator": "cpu"}
@@ -98,7 +106,12 @@ class RunningProcess(Protocol):
 
 
 def start(config: Path, run: Path) -> RunningProcess:
-    """Start the command that trains, or resumes, a run in the folder ``run``."""
+    """Start a process that trains a run, or resumes it, and appends its output to ``output.txt``.
+
+    Args:
+        config: path of the configuration.
+        run: folder of the run.
+    """
     run.mkdir(parents=True, exist_ok=True)
     with (run / "output.txt").open("ab") as output:
         return subprocess.Popen(
@@ -233,6 +246,9 @@ def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:
     Args:
         undisturbed: folder of the undisturbed run.
         killed: folder of the killed run.
+
+    Returns:
+        Number of steps, number of repeated steps, and lists of all losses, tensors and values that differ.
     """
     ends = [torch.load(sorted(run.glob(LAST))[-1], weights_only=True) for run in (undisturbed, killed)]
     keys = ("state_dict", "current_model_state", "optimizer_states", "lr_schedulers", "global_step")

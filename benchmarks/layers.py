@@ -37,11 +37,18 @@ KINDS = {
 }
 DIM, HEADS, BLOCKS = 384, 6, (4, 4)
 TOKENS = 4096
-"""Tokens of a batch; larger images have fewer images in a batch, and at least one."""
+"""Approximate number of tokens in a batch, which determines the number of images: at least one."""
 
 
 def calls(side: int) -> dict[tuple[str, str], Callable[[], object]]:
-    """Return functions that run one pass, or both, of a layer of each kind on images with ``side`` tokens along each side."""
+    """Return functions that run an attention layer of each kind on a batch of square images.
+
+    Args:
+        side: number of tokens along each side of an image.
+
+    Returns:
+        Functions by kind of attention and ``"forward"`` (forward pass) or ``"both"`` (forward and backward pass).
+    """
     functions: dict[tuple[str, str], Callable[[], object]] = {}
     torch.manual_seed(0)
     x = torch.randn(max(1, TOKENS // side**2), side**2 + 1, DIM, requires_grad=True)
@@ -61,7 +68,15 @@ def calls(side: int) -> dict[tuple[str, str], Callable[[], object]]:
 
 
 def measure(side: int, runs: int) -> dict[str, Any]:
-    """Measure all kinds for one image size: milliseconds of each run by kind, for ``forward`` and ``both`` passes."""
+    """Measure the processor time of all kinds of attention for one image size.
+
+    Args:
+        side: number of tokens along each side of an image.
+        runs: number of runs of each layer.
+
+    Returns:
+        Number of tokens and of images; and, under ``forward_ms`` and ``both_ms``, the milliseconds of each run by kind.
+    """
     functions = calls(side)
     times: dict[tuple[str, str], list[float]] = {name: [] for name in functions}
     for run in range(runs + 1):

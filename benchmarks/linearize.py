@@ -119,19 +119,34 @@ def build(layers: int, train: Any) -> Any:
 
 
 def transfer(model: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Run a forward and backward pass of attention transfer, which trains new layers to match the original ones."""
+    """Run a forward and backward pass of attention transfer, which trains new layers to match the original ones.
+
+    Args:
+        model: model with replaced attention.
+        inputs: tuple with the token ids, ``[B, N]``.
+    """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         transfer_loss(model, lambda: model.base_model(inputs[0], use_cache=False)).backward()
 
 
 def train(model: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Run a forward and backward pass of training on text."""
+    """Run a forward and backward pass of language modeling.
+
+    Args:
+        model: language model.
+        inputs: tuple with the token ids, ``[B, N]``.
+    """
     with torch.autocast("cpu", dtype=torch.bfloat16):
         model(inputs[0], labels=inputs[0], use_cache=False).loss.backward()
 
 
 def generate(model: Any, inputs: tuple[Tensor, ...]) -> None:
-    """Run a forward pass of the original model, for comparison."""
+    """Run a forward pass without gradients, for comparison with training steps.
+
+    Args:
+        model: language model.
+        inputs: tuple with the token ids, ``[B, N]``.
+    """
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
         model.base_model(inputs[0], use_cache=False)
 

@@ -95,7 +95,15 @@ def first_losses(
 
 
 def compare(measured: dict[str, list[str]], reference: dict[str, list[str]]) -> list[str]:
-    """Return a line for each configuration whose losses differ from the reference, with the first step that differs."""
+    """Compare losses with those of the reference.
+
+    Args:
+        measured: losses of each step by configuration.
+        reference: losses of each step by configuration, as they should be.
+
+    Returns:
+        A line for each configuration whose losses differ, with the first such step, or that the reference lacks.
+    """
     lines = []
     for config, losses in measured.items():
         expected = reference.get(config)

@@ -76,7 +76,15 @@ def training_step(model: str, pixels: int, kind: str, images: int, device: torch
 def measure(model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float) -> dict[str, Any]:
     """Measure the median seconds of a training step, images per second, and peak memory in bytes.
 
-    Steps after the first are measured for about ``seconds`` seconds. A step of more than a minute is run once.
+    A step that takes more than a minute is not repeated.
+
+    Args:
+        model: size of the model, such as ``S/2``.
+        pixels: height and width of the images in pixels.
+        kind: kind of attention.
+        images: batch size.
+        device: device of the model.
+        seconds: approximate duration of the measurement in seconds, after the first step.
     """
     step = training_step(model, pixels, kind, images, device)
 
@@ -115,7 +123,11 @@ def measure(model: str, pixels: int, kind: str, images: int, device: torch.devic
 def measure_apart(
     model: str, pixels: int, kind: str, images: int, device: torch.device, seconds: float
 ) -> dict[str, Any]:
-    """Run :func:`measure` in a separate process. If it fails, the result contains the error instead of measurements."""
+    """Run :func:`measure` with the same arguments in a separate process.
+
+    Returns:
+        The result of :func:`measure`; if the process fails, a row with the last line of its error output as ``failed``.
+    """
     case = json.dumps([model, pixels, kind, images, str(device), seconds])
     command = [sys.executable, "-m", "benchmarks.models", "--case", case]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[1], check=False)

@@ -60,7 +60,13 @@ class Case:
     def make(self, device: torch.device, seed: int = 0) -> list[Tensor]:
         """Draw random q, k, v and mixing coefficients that require gradients.
 
-        The coefficients of the spanning form are exponential ones, which are two tensors.
+        Args:
+            device: device of the tensors.
+            seed: seed of the random numbers.
+
+        Returns:
+            q, k and v ``[B, N, H, D]``, and the coefficients: amplitudes and decay rates ``[H, 4]`` for the spanning form, and
+            a matrix for each head, ``[H, M, M]`` with M blocks, for the other forms.
         """
         draw = partial(torch.rand, generator=torch.Generator(device).manual_seed(seed), device=device)
         shape, blocks = (self.batch, self.tokens, self.heads), -(-self.tokens // self.block)
@@ -106,7 +112,7 @@ def small_case(form: ChosenForm) -> Case:
 
 
 def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Compare outputs and gradients, for inputs of several tiles, with the operator's definition, computed in float64."""
+    """Compare outputs and gradients with the definition of the operator in float64, for inputs larger than a kernel's tile."""
     native = device.type == "cuda"
     widths = WIDTHS if native else WIDTHS[:1]
     for form, dtype, (key, value), causal in product(FORMS, BOUNDS, widths, (False, True)):
@@ -187,7 +193,11 @@ def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def large_tensors(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check tensors with more elements than 32 bits can index: the last sample must equal the same sample computed alone."""
+    """Check tensors that are too large for 32-bit indices.
+
+    The outputs of the last head of the last sample must be those of the same head computed alone. On a CPU, the tensors are
+    smaller.
+    """
     least = 2**31 if device.type == "cuda" else 2**16
     for form, by_batch in product(FORMS, (True, False)):
         if form == "parallel" and not by_batch:
@@ -221,7 +231,15 @@ CHECKS: dict[str, tuple[Callable[[torch.device], Iterator[tuple[str, str]]], boo
 
 
 def check(device: torch.device, console: Console) -> list[dict[str, Any]]:
-    """Run all checks on a device, print a table, and return its rows. A check that raises an error also has a row."""
+    """Run all checks on a device, and print a table.
+
+    Args:
+        device: device to check.
+        console: console to print to.
+
+    Returns:
+        A row for each case of a check, and for each check that raises an error.
+    """
     rows: list[dict[str, Any]] = []
     table = Table("check", "case", "", "found")
     for name, (function, needs_gpu) in CHECKS.items():

@@ -21,6 +21,9 @@ def loop_over_blocks(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor, block: int
         v: values, ``[B, N, H, V]``.
         mixing: coefficients between M blocks, ``[M, M]``.
         block: number of tokens in a block, ``N / M``.
+
+    Returns:
+        Outputs ``[B, N, H, V]``.
     """
     q, k, v = (x.transpose(1, 2).unflatten(2, (-1, block)) for x in (q, k, v))
     blocks = q.shape[2]
@@ -40,7 +43,18 @@ def softmax_backend(device: torch.device) -> SDPBackend | None:
 
 
 def softmax(q: Tensor, k: Tensor, v: Tensor, causal: bool, backend: SDPBackend | None) -> Tensor:
-    """Compute softmax attention with ``backend``; None lets torch choose. All tensors are ``[B, H, N, D]``."""
+    """Compute softmax attention with torch's scaled_dot_product_attention.
+
+    Args:
+        q: queries, ``[B, H, N, D]``.
+        k: keys, with the same shape.
+        v: values, with the same shape.
+        causal: whether attention is causal.
+        backend: backend of torch to use; None to let torch choose.
+
+    Returns:
+        Outputs ``[B, H, N, D]``.
+    """
     if backend is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
     with sdpa_kernel(backend):

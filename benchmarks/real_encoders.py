@@ -1,14 +1,14 @@
-"""A linearized encoder of texts or images against its original: agreement and time by length.
+"""Comparison of a linearized encoder of texts or images with its original: agreement, and time by length.
 
     lightning bench real_encoders minilm minilm-linear --texts texts --out benchmarks/results
     lightning bench real_encoders dinov2 dinov2-linear --photos photos/val --out benchmarks/results
 
-Texts are held-out sections and passages of :mod:`benchmarks.real_texts`, cut to 64, 128 and 512 tokens. Agreement is the cosine
-similarity of the embeddings (the mean of the token vectors), the share of ten nearest neighbors that are found if both or only
-the query are embedded by the linearized model, and of images the cosine similarity of patches and class token at four sizes,
-with the numbers of blocks that ``--blocks`` names. A linear probe (ridge regression of the class token) tells from which
-picture a random quarter of its area was cut; it is trained on some cuts of each picture and tested on others. Computed in
-float32 with one thread.
+Texts are held-out sections and passages of :mod:`benchmarks.real_texts`, cut to 64, 128 and 512 tokens. Their embeddings are
+means of the token vectors. Two measures compare them: the cosine similarity, and the share of the ten nearest neighbors that
+are also found if the linearized model embeds all texts, or only the query. Images are compared by the cosine similarity of the
+vectors of patches and class token at four sizes, with the numbers of blocks in ``--blocks``. In addition, a linear probe (ridge
+regression of the class token) names the picture from which a quarter of the area was cut at random. It is trained on some cuts
+of each picture and tested on others. All models compute in float32 with one thread.
 """
 
 from __future__ import annotations
@@ -42,17 +42,24 @@ TOKENS = {64: 2000, 128: 2000, 512: 605}
 """Number of held-out texts by the number of tokens to which they are cut."""
 
 PIXELS = {224: 64, 518: 16, 756: 8, 1022: 4}
-"""Number of held-out pictures by their size in pixels."""
+"""Number of held-out pictures by the side in pixels to which they are resized."""
 
 PROBED, TRAIN_CUTS, TEST_CUTS, RIDGE = 48, 6, 4, 1.0
-"""Pictures of the linear probe, cuts of each to train and to test it, and weight of the squared coefficients."""
+"""Options of the linear probe: pictures, training cuts and test cuts of each picture, and weight of the ridge penalty."""
 
 BATCH, REPEATS = 16, 5
-"""Texts that are embedded at once, and timed calls of each model."""
+"""Number of texts to embed at once, and number of timed calls of each model."""
 
 
 def seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Return the median time of each function in seconds; the functions alternate, and the first call does not count."""
+    """Measure the median time of several functions in seconds. The functions alternate, and their first calls do not count.
+
+    Args:
+        calls: functions by name.
+
+    Returns:
+        Seconds by name.
+    """
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(REPEATS + 1):
         for name, call in calls.items():
@@ -63,7 +70,17 @@ def seconds(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
 
 
 def embed(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> Tensor:
-    """Return the normalized mean vectors of texts, ``[texts, dim]``; texts of similar length share a batch."""
+    """Compute the embeddings of texts: means of their token vectors, normalized to unit length.
+
+    Args:
+        model: encoder of transformers.
+        tokenizer: tokenizer of the encoder.
+        texts: texts to embed. Texts of similar length share a batch.
+        tokens: maximum number of tokens of a text.
+
+    Returns:
+        Embeddings ``[n, dim]`` of the n texts, in their order.
+    """
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     rows = []
     for start in range(0, len(order), BATCH):
@@ -76,7 +93,13 @@ def embed(model: Any, tokenizer: Any, texts: list[str], tokens: int) -> Tensor:
 
 
 def compare_texts(models: dict[str, Any], source: str, folder: Path) -> dict[str, Any]:
-    """Return agreement and time of a text encoder by number of tokens."""
+    """Measure the agreement and the time of a text encoder by number of tokens.
+
+    Args:
+        models: the original and the linearized encoder, in this order.
+        source: folder of the tokenizer.
+        folder: folder that ``lightning bench real_texts`` wrote.
+    """
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     texts = []
     for kind in ("sections", "passages"):
@@ -119,7 +142,15 @@ def read_picture(file: Path, pixels: int, box: tuple[float, float, float, float]
 
 
 def probe(models: dict[str, Any], files: list[Path]) -> dict[str, float]:
-    """Return the share of test cuts whose picture a linear probe of the class tokens names, for each model."""
+    """Measure how often a linear probe of class tokens names the picture from which a test cut was taken.
+
+    Args:
+        models: image encoders by name.
+        files: files of the pictures.
+
+    Returns:
+        Share of correctly named test cuts, from 0 to 1, by name of the model.
+    """
     draw, cuts = random.Random(0), []
     for file in files[:: max(1, len(files) // PROBED)][:PROBED]:
         corners = [(draw.uniform(0, 0.5), draw.uniform(0, 0.5)) for _ in range(TRAIN_CUTS + TEST_CUTS)]
@@ -138,12 +169,12 @@ def probe(models: dict[str, Any], files: list[Path]) -> dict[str, float]:
 
 
 def compare_images(models: dict[str, Any], folder: Path, blocks: Sequence[int]) -> dict[str, Any]:
-    """Return agreement and time of an image encoder by size.
+    """Measure the agreement and the time of an image encoder by image size.
 
     Args:
-        models: the original and the linearized encoder.
+        models: the original and the linearized encoder, in this order.
         folder: folder of held-out pictures.
-        blocks: number of blocks along each side, for each size; empty for those of the model.
+        blocks: number of blocks along each side, for each size in :data:`PIXELS`; empty to keep the blocks of the model.
     """
     files = sorted(path for path in folder.rglob("*") if path.suffix in (".jpg", ".png", ".webp"))
     if not files:
@@ -174,7 +205,7 @@ def compare_images(models: dict[str, Any], folder: Path, blocks: Sequence[int]) 
 
 @torch.no_grad()
 def main() -> None:
-    """Compare the two models, print a row for each length, and write the results."""
+    """Compare the two models, print a row for each number of tokens or image size, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("original", help="folder of an encoder of transformers")
     parser.add_argument("linearized", type=Path, help="folder that lightning linearize or lightning export wrote")

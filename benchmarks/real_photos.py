@@ -25,7 +25,7 @@ PACKAGES = ("mate-backgrounds", "gnome-backgrounds", "plasma-workspace-wallpaper
 """Debian 12 packages that contain pictures."""
 
 SIDE, LARGEST, HELD_OUT = 560, 2240, 6
-"""Side of a square and largest shorter side of a picture, in pixels. One of ``HELD_OUT`` pictures is held out."""
+"""Side of a square and maximum length of a picture's shorter side, in pixels. One of ``HELD_OUT`` pictures is held out."""
 
 LEAST_CONTRAST = 20.0
 """Smallest standard deviation of a square's brightness, which ranges from 0 to 255."""
@@ -46,7 +46,13 @@ def pictures(tree: Path) -> list[Path]:
 
 
 def squares(file: Path) -> list[Image.Image]:
-    """Cut a picture into squares, and return those with enough contrast."""
+    """Cut a picture into squares of 560 pixels, and return the squares with enough contrast.
+
+    A picture whose shorter side exceeds 2,240 pixels is scaled down first.
+
+    Args:
+        file: file of the picture.
+    """
     picture = decode_file(file)
     scale = min(1.0, LARGEST / min(picture.size))
     picture = picture.resize((round(picture.width * scale), round(picture.height * scale)), Image.Resampling.LANCZOS)

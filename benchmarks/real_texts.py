@@ -39,14 +39,18 @@ HELD_OUT = 8
 """One of ``HELD_OUT`` documents is held out."""
 
 SHORTEST_DOCUMENT, SHORTEST_PASSAGE, SECTION = 1500, 100, 2500
-"""Smallest number of characters of a document and of a passage, and number of characters of a section (over 512 tokens)."""
+"""Minimum number of characters of a document and of a passage, and number of characters of a section, over 512 tokens."""
 
 MARKUP = re.compile(r"^(\.\.|>>>|\$|[-=+|*~#])|\t| {3}")
 """Pattern of paragraphs that are tables, code or directives, which are left out of the passages."""
 
 
 def unpack(tree: Path, packages: Sequence[str]) -> None:
-    """Download Debian packages, and unpack them into the folder ``tree``.
+    """Download Debian packages, and unpack them into a folder without installing them.
+
+    Args:
+        tree: existing folder.
+        packages: names of the packages.
 
     Raises:
         FileNotFoundError: if the machine has no ``apt-get`` or ``dpkg``.
@@ -71,7 +75,10 @@ def documents(tree: Path) -> Iterator[tuple[str, str]]:
 
 
 def passages(text: str) -> list[str]:
-    """Return the prose paragraphs of a document on one line each, without the markup of roles and literals."""
+    """Return the prose paragraphs of a document as one line each, without reStructuredText markup.
+
+    Short paragraphs are left out.
+    """
     paragraphs = [part for part in text.split("\n\n") if not MARKUP.search(part.strip("\n"))]
     plain = [re.sub(r":[\w:]+:`[~!]?([^`<]*?)( <[^>]*>)?`", r"\1", part).replace("``", "") for part in paragraphs]
     return [short for part in plain if len(short := re.sub(r"\s+", " ", part).strip()) >= SHORTEST_PASSAGE]

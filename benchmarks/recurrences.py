@@ -67,7 +67,15 @@ def cases(tokens: int, heads: int = 4, width: int = 64) -> dict[str, tuple[Call,
 
 
 def definition(name: str, *inputs: Tensor) -> Tensor:
-    """Compute a recurrence token by token in float64, as the reference for errors."""
+    """Compute a recurrence token by token in float64, as the reference for errors.
+
+    Args:
+        name: name of the recurrence, a key of the result of :func:`cases`.
+        inputs: q, k and v ``[1, N, H, D]``, and the gates of the recurrence.
+
+    Returns:
+        Outputs ``[1, N, H, D]`` float64.
+    """
     q, k, v, *gates = (x.double() for x in inputs)
     heads, width = q.shape[2:]
     state = q.new_zeros(1, heads, width, v.shape[3])

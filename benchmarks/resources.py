@@ -3,10 +3,10 @@
     lightning bench resources
 
 Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. The exit code
-is 1 if a kernel exceeds its limits: in bfloat16 at the widths of models no spills (128 bytes on Hopper), elsewhere 1 KB, and
-the shared memory that a thread block may have on the chip.
+is 1 if a kernel exceeds its limits. In bfloat16 at the widths of models, a kernel must not spill (on Hopper, at most 128 bytes
+per thread). Otherwise, it may spill 1 KB per thread. The other limit is the shared memory of a thread block on the chip.
 
-Longer than other modules, because launches, compilation and limits are read together.
+This module is longer than others because launches, compilation and limits depend on each other.
 """
 
 from __future__ import annotations
@@ -58,8 +58,10 @@ MODEL_WIDTHS = ((32, 32), (64, 64), (72, 72), (128, 128), (128, 256))
 OTHER_WIDTHS = ((16, 16), (80, 96), (256, 256))
 SPILL_LIMIT = 1024
 COMMON_SPILL_LIMIT = 128
-"""Bytes that a thread may spill in common variants on Hopper, where four warps that spill are faster than eight
-(``benchmarks.tiles``)."""
+"""Maximum number of bytes that a thread may spill: in rare variants, and in common ones on Hopper.
+
+On Hopper, kernels with four warps that spill are faster than kernels with eight warps (``benchmarks.tiles``).
+"""
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.uint8: "*u8"}
 
 
@@ -97,11 +99,11 @@ class Variant:
     def spills_allowed(self, chip: int) -> int:
         """Return the number of bytes that a thread may spill on a chip.
 
-        In common variants, bfloat16 at the widths of models, it is :data:`COMMON_SPILL_LIMIT` on Hopper and 0 on other chips;
-        in all others it is :data:`SPILL_LIMIT`.
+        Common variants use bfloat16 at the widths of models. Their limit is :data:`COMMON_SPILL_LIMIT` on Hopper and 0 on other
+        chips. The limit of all other variants is :data:`SPILL_LIMIT`.
 
         Args:
-            chip: compute capability of the chip times ten.
+            chip: compute capability of the chip, such as 90.
         """
         if self.unusual or self.block_size < 8:  # models rarely use either
             return SPILL_LIMIT
@@ -180,7 +182,7 @@ class Usage:
 
 @contextmanager
 def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, int]]]]:
-    """Replace kernel launches in a ``with`` block by recording them.
+    """Context manager in which launches of Triton kernels are recorded instead of run.
 
     Yields:
         List to which each launch adds the kernel, its arguments and its launch options.
@@ -203,7 +205,12 @@ def recording() -> Iterator[list[tuple[JITFunction, dict[str, Any], dict[str, in
 
 
 def launches_of(variant: Variant, chip: int) -> list[Launch]:
-    """Return the launches of a forward and a backward pass, with arguments specialized as Triton does at a launch."""
+    """Record the kernel launches of a forward and a backward pass, with arguments specialized as Triton does at a launch.
+
+    Args:
+        variant: call of the operator.
+        chip: compute capability to launch for, such as 90.
+    """
     from mhla_kernels.blocks import TokenLayout
     from mhla_kernels.forms.spanning import chunk_tokens
     from mhla_kernels.triton_backend import call
@@ -337,7 +344,7 @@ def _cross_arguments(checked: Arguments, variant: Variant) -> CrossArguments:
 
 
 def compile_launch(launch: Launch) -> Usage:
-    """Compile a kernel and read its resources from the machine code."""
+    """Compile a kernel for a recorded launch, and read its resources from the machine code."""
     kernel = getattr(sys.modules.get(launch.module) or __import__(launch.module, fromlist=["x"]), launch.kernel)
     attributes = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in launch.divisible}
     source = ASTSource(kernel, dict(launch.signature), dict(launch.constants), attributes)
@@ -375,7 +382,11 @@ def _read_cubin(cubin: bytes) -> tuple[int, int]:
 
 
 def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """List the variants to compile: all forms, causal or not, with and without normalizer, in both dtypes, and unusual ones."""
+    """List all variants to compile: the combinations of form, options and dtype, and some unusual variants.
+
+    Args:
+        widths: pairs of key and value width.
+    """
     dense = [
         Variant(form, causal, normalize, dtype, *pair)
         for pair in widths
@@ -425,7 +436,11 @@ def variants(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
 
 
 def block_causal(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
-    """List the variants of block-causal attention: all forms, matrices and exponential terms, few blocks and many."""
+    """List the variants of block-causal attention: all forms, dense and exponential mixing, few blocks and many.
+
+    Args:
+        widths: pairs of key and value width.
+    """
     return [
         Variant(form, "block", normalize, dtype, *pair, terms, block_size=block_size, blocks=blocks)
         for pair in widths
@@ -445,6 +460,9 @@ def layouts(widths: tuple[tuple[int, int], ...]) -> list[Variant]:
     """List variants whose blocks take different code paths: long blocks, many blocks, and very short blocks.
 
     A tile contains more than 16 of the very short blocks.
+
+    Args:
+        widths: pairs of key and value width.
     """
     return [
         Variant(form, causal, not causal, dtype, *pair, block_size=block_size, blocks=blocks)

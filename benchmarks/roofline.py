@@ -2,11 +2,11 @@
 
     lightning bench roofline --out benchmarks/results
 
-For each shape, the products of the parallel form and of the chunked form are computed as ``torch.bmm`` on tensors that lie as
-the products need them, and nothing else: no masks, feature maps, normalizers or copies. The smaller of the two times is the
-bound of a forward pass. A backward pass has two products for each of these, so the bound of both passes is three times as
-large. The share is the bound divided by the time of the operator; it can exceed 1 where the operator needs fewer operations,
-as in causal attention, of whose products half is masked. All times alternate, and medians of the runs are compared.
+For each shape, ``torch.bmm`` computes only the matrix products of the parallel form and of the chunked form, on contiguous
+tensors, without masks, feature maps, normalizers or copies. The shorter of the two times is the bound of a forward pass. A
+backward pass has two products for each of these, so the bound of both passes is three times as large. The share is the bound
+divided by the time of the operator. It can exceed 1 if the operator needs fewer operations: in causal attention, half of some
+products is masked. All measurements alternate, and medians of the runs are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lightning_mhla.system.files import write_whole
 
 
 def products(shape: Shape) -> dict[str, Callable[[], list[Tensor]]]:
-    """Return functions that compute the matrix products of a forward pass, by form.
+    """Return functions that compute only the matrix products of a forward pass of the operator, by form.
 
     Args:
         shape: sizes of the call.
@@ -70,7 +70,7 @@ def measure(shape: Shape, runs: int) -> dict[str, Any]:
         runs: number of runs of each function.
 
     Returns:
-        A row with the milliseconds of every run, and the shares by their medians.
+        A row with the milliseconds of every run by function, and the shares of the bound for the forward pass and both passes.
     """
     q, k, v, mixing = inputs(shape, torch.device("cpu"), torch.float32)
     cotangent = torch.randn_like(v)

@@ -50,9 +50,14 @@ PROCESSES = (2, 4, 8)
 
 
 def ring_bytes(shape: LayerShape, processes: int) -> tuple[int, int]:
-    """Count the bytes that a process receives in ring attention, in the forward and in the backward pass.
+    """Count the bytes that a process receives in ring attention, where k and v are bfloat16 and their gradients float32.
 
-    k and v are bfloat16, their gradients float32.
+    Args:
+        shape: sizes of the attention layer.
+        processes: number of processes.
+
+    Returns:
+        Bytes in the forward pass, and in the backward pass.
     """
     share = -(-shape.tokens // processes) * (processes - 1)
     numbers = shape.batch * shape.heads * share * (shape.key_width + shape.value_width)
@@ -60,7 +65,12 @@ def ring_bytes(shape: LayerShape, processes: int) -> tuple[int, int]:
 
 
 def measure(shape: LayerShape, processes: int) -> dict[str, Any]:
-    """Compute the MiB that each process receives for one attention layer, in MHLA and in ring attention."""
+    """Compute the MiB that each process receives for one attention layer, in MHLA and in ring attention.
+
+    Args:
+        shape: sizes of the attention layer.
+        processes: number of processes.
+    """
     sizes = (shape.batch, shape.tokens, shape.heads, shape.key_width, shape.value_width, shape.blocks, processes)
     moved = traffic(*sizes, terms=shape.terms, causal=shape.causal, normalize=shape.normalize)
     forward = moved.summaries if moved.least == "summaries" else int(moved.tokens or 0)

@@ -96,11 +96,12 @@ class Cost:
 def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = None) -> Cost:
     """Compute the minimal cost of the operator in bfloat16: that of the cheaper form if each tensor is moved once.
 
-    The chunked form has 4 N K V + 2 M^2 K V operations and four passes over the summaries; causal attention reads k and v
-    once more. Its backward pass has twice the operations, two more products with summaries, and ten passes over the
-    summaries. Exponential mixing replaces one M by the number of terms. The parallel form has 2 N^2 (K + V) operations, half
-    of that if causal, and 2 N^2 (3 K + 2 V) in its backward pass. The backward pass reads q, k, v and dO, and writes dq, dk
-    and dv.
+    N is the number of tokens, M of blocks, and K and V are the widths of keys and values. The chunked form has
+    4 N K V + 2 M^2 K V operations and four passes over the summaries, and reads k and v once more if attention is causal. Its
+    backward pass has twice as many operations and ten passes over the summaries, and reads k and v twice more if attention is
+    causal. Exponential mixing replaces one M by the number of terms. The parallel form has 2 N^2 (K + V) operations, and
+    2 N^2 (3 K + 2 V) in its backward pass, both halved if attention is causal. The backward pass reads q, k, v and the gradient
+    of the outputs, and writes the gradients of q, k and v.
 
     Args:
         shape: sizes of the call.
@@ -128,7 +129,16 @@ def least_cost(shape: Shape, rates: Rates, backward: bool, terms: int | None = N
 
 
 def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Draw random q, k, v and mixing coefficients for a shape. All require gradients."""
+    """Draw random tensors for a call of the operator. All require gradients.
+
+    Args:
+        shape: sizes of the tensors.
+        device: device of the tensors.
+        dtype: dtype of q, k and v.
+
+    Returns:
+        q and k ``[B, N, H, Dk]``, v ``[B, N, H, Dv]``, and mixing coefficients ``[M, M]`` float32.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def random(*size: int) -> Tensor:

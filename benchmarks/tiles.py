@@ -1,4 +1,4 @@
-"""Time of the operator with other tile sizes of its Triton kernels, one change at a time, and its kernels by time.
+"""Time of the operator with different tile sizes of its Triton kernels, one change at a time, and its kernels by time.
 
     lightning bench tiles --out benchmarks/results/nvidia-h200
 
@@ -82,7 +82,10 @@ PLAN = (
 
 @dataclass(frozen=True)
 class TileJob:
-    """Operator to measure: name of its shape, form, and the changed tiles; no kernel for the tiles as they are."""
+    """Measurement of the operator: name of the shape, form, and changed tiles of a kernel.
+
+    ``kernel`` and ``change`` are empty for unchanged tiles.
+    """
 
     shape: str
     form: str
@@ -100,7 +103,7 @@ def jobs() -> list[TileJob]:
 
 
 def changed(job: TileJob) -> AbstractContextManager[Any]:
-    """Return a context in which launches of the kernel use the changed tiles."""
+    """Return a context manager in which launches of a job's kernel use the changed tiles."""
     name = f"{job.kernel or 'attend'}_tiles"
     choose = getattr(config, name)
     return mock.patch.object(config, name, lambda *sizes, **options: replace(choose(*sizes, **options), **job.change))
@@ -109,7 +112,7 @@ def changed(job: TileJob) -> AbstractContextManager[Any]:
 def prepare(
     shape: Shape, form: str, device: torch.device
 ) -> tuple[Callable[[], torch.Tensor], Callable[[], tuple[torch.Tensor, ...]]]:
-    """Return two functions: one computes the outputs of the operator, the other one outputs and gradients.
+    """Return a function that computes the outputs of the operator, and a function that computes its gradients.
 
     Args:
         shape: sizes of the random tensors, in bfloat16.
@@ -144,7 +147,14 @@ def build(job: TileJob) -> tuple[TileJob, str | None]:
 
 
 def measure(job: TileJob, shape: Shape, device: torch.device, seconds: float) -> dict[str, Any]:
-    """Measure the milliseconds of a forward pass, and of a forward and a backward pass, with the tiles of a job."""
+    """Measure the milliseconds of a forward pass, and of a forward and a backward pass, with the tiles of a job.
+
+    Args:
+        job: form of the operator, and changed tiles.
+        shape: sizes of the tensors.
+        device: device of the tensors.
+        seconds: approximate duration of each measurement in seconds.
+    """
     with changed(job):
         forward, both = prepare(shape, job.form, device)
         with torch.no_grad():
@@ -153,7 +163,12 @@ def measure(job: TileJob, shape: Shape, device: torch.device, seconds: float) ->
 
 
 def kernels_by_time(shape: Shape, form: str) -> list[tuple[str, float]]:
-    """Return the names of the GPU kernels of a forward and backward pass, and their microseconds, the longest first."""
+    """Return the GPU kernels of a forward and backward pass, each with its time in microseconds, the slowest first.
+
+    Args:
+        shape: sizes of the tensors.
+        form: form of the operator, or ``exponential``.
+    """
     both = prepare(shape, form, torch.device("cuda"))[1]
     both()
     torch.cuda.synchronize()

@@ -34,10 +34,13 @@ def logged(folder: Path, name: str) -> list[Row]:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Read the metrics that GenerationMetrics logged last, and draw sample images.
+    """Read the last metrics that the callback GenerationMetrics logged for a run, and draw sample images.
 
-    The metrics include the FID without guidance and the share of guided samples that show their class. Two guided samples of
-    each of the ten classes are stored as a picture.
+    The metrics include the FID without guidance and the share of guided samples that show their class. The result also has a
+    picture with two guided samples of each of the ten classes.
+
+    Args:
+        checkpoint: path of the last checkpoint of the run.
 
     Raises:
         SystemExit: if the last evaluation does not belong to the last step.

@@ -21,9 +21,14 @@ class Job(NamedTuple):
 
 
 def in_two_parts(jobs: Sequence[Job], results: Path) -> tuple[list[Job], list[Job]]:
-    """Split jobs into those that have to be trained first, because others start from their weights, and the rest.
+    """Split jobs into those whose weights other jobs start from, and all others.
 
-    The first part includes jobs that were not requested but are required by others.
+    Args:
+        jobs: requested jobs.
+        results: folder of the results.
+
+    Returns:
+        Jobs to train first, which include required jobs that were not requested, and all other requested jobs.
     """
     origins = []
     for study, _, seed in jobs:

@@ -82,7 +82,12 @@ def measure(checkpoint: Path) -> Row:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Plot perplexity by position, averaged over seeds, with a curve for each kind of attention."""
+    """Plot perplexity by position, averaged over seeds, with a curve for each kind of attention.
+
+    Args:
+        rows: results of the runs.
+        path: path of the picture.
+    """
     figure = Figure(figsize=(8, 4), layout="constrained")
     axis = figure.subplots()
     for number, (name, runs) in enumerate(by_variant(rows).items()):

@@ -33,7 +33,11 @@ CONTEXTS, STEPS, CHUNK = (1024, 8192, 32_512), 16, 1024
 
 @torch.inference_mode()
 def generation(network: Any) -> Row:
-    """Measure generation: milliseconds per token and bytes of the state after each context length in :data:`CONTEXTS`."""
+    """Measure generation with a model of transformers after each context length in :data:`CONTEXTS`.
+
+    Returns:
+        Processor time per token in milliseconds, and size of the state in bytes, by context length as text.
+    """
     cache, read, rows = DynamicCache(config=network.config), 0, {}
     token = torch.zeros(1, 1, dtype=torch.long)
     for context in CONTEXTS:
@@ -63,7 +67,7 @@ def state_bytes(cache: DynamicCache) -> int:
 def measure(checkpoint: Path) -> Row:
     """Measure a linearized language model: held-out bits per byte, and time and size of the state in generation.
 
-    If the run only matched layers, the bits per byte before any training are measured, too.
+    If the run ended within attention transfer, the bits per byte of the model before any training are also measured.
     """
     model = load_checkpoint(checkpoint)
     data = PythonSource(**remembered(checkpoint))
@@ -128,7 +132,7 @@ LLAMA = (
     "num_attention_heads: 4, max_position_embeddings: 32768, tie_word_embeddings: true, vocab_size: 2048}}"
 )
 NOT_MATCHED = "--model.init_args.distillation.layer_steps=0"
-"""Option that skips the matching of layers, for attention without new parameters and for models from scratch."""
+"""Option that skips attention transfer, for attention without new parameters and for training from scratch."""
 
 SCRATCH = (
     "--model.init_args.pretrained=null",

@@ -88,7 +88,12 @@ def section(rows: list[Row], folder: Path) -> str:
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Plot the accuracy of each kind of attention, with a point for every seed."""
+    """Plot the accuracy of each kind of attention, with a point for every seed.
+
+    Args:
+        rows: results of the runs.
+        path: path of the picture.
+    """
     rows_by_variant = by_variant(rows)
     names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
@@ -124,10 +129,10 @@ def with_picture(rows: list[Row], folder: Path) -> str:
 
 
 LONG_EPOCHS = 60
-"""Epochs of the study of models that have finished learning."""
+"""Number of epochs in the study ``mnist-long``, enough for the models to finish learning."""
 
 SHOWN_EPOCHS = (6, 15, 30, 45, LONG_EPOCHS)
-"""Epochs whose held-out accuracy is in the table of that study."""
+"""Epochs whose held-out accuracy is in the table of the study ``mnist-long``."""
 
 
 def measure_long(checkpoint: Path) -> Row:
@@ -167,10 +172,10 @@ def section_long(rows: list[Row], folder: Path) -> str:
 
 
 LONG_CAPTION = ""
-"""What the picture of the long study shows."""
+"""Sentence that describes the picture of the study ``mnist-long``."""
 
 LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
-"""Variants that are trained until they have finished learning."""
+"""Names of the kinds of attention in the study ``mnist-long``."""
 
 PRINTED = """\
 | ImageNet-1K, 224 pixels, top-1, % | softmax | linear | MHLA |

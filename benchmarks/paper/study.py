@@ -35,14 +35,16 @@ class Study:
         section: function that returns the section, without its title, as Markdown from rows, and writes pictures into the
             folder of the page.
         options: options of ``lightning fit`` for all variants.
-        needs: study and variant from whose weights runs start, those of the same seed or of the only one; options refer to
-            the weights as ``{pretrained}``.
+        needs: study and variant whose runs supply the initial weights, which options name as ``{pretrained}``. A run starts
+            from the run with the same seed, or from the only one. None for random weights.
         setting: Markdown before the results: data, model, and options that all variants share.
         reading: Markdown after the results: their interpretation and its limits.
         printed: Markdown of the corresponding table of the paper; empty if there is none.
-        full: paths of the configurations with the sizes of that table.
-        seeds: seeds to train the study with, for studies from whose weights runs of all seeds start; None for any seed.
-        after: function that returns a final part of the section from results of other programs, and writes pictures.
+        full: paths of configurations for models of the sizes in ``printed``.
+        seeds: only seeds to train, for a study whose single run supplies the initial weights of all runs of another study; None
+            for any seed.
+        after: function that returns a final part of the section as Markdown from results of other programs, and writes
+            pictures into the folder of the page; None for no such part.
         beside: whether the section begins with the rows of ``needs``.
     """
 
@@ -167,7 +169,7 @@ class Study:
 
 @contextmanager
 def alone_in(folder: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a folder in a ``with`` block. The operating system releases it if the process ends."""
+    """Context manager that holds an exclusive lock on a folder. The operating system releases the lock if the process ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -197,25 +199,36 @@ def attention(**options: object) -> list[str]:
 
 
 def remembered(checkpoint: Path) -> Row:
-    """Read the options of the data module from the checkpoint of a run."""
+    """Read the options of a run's data module, by name, from a checkpoint of the run."""
     content = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)
     return {name: value for name, value in content["datamodule_hyper_parameters"].items() if not name.startswith("_")}
 
 
 def validated(module: LightningModule, data: LightningDataModule) -> dict[str, float]:
-    """Validate a module and return its metrics by name, without the prefix ``val/``."""
+    """Validate a module on a CPU.
+
+    Args:
+        module: module to validate.
+        data: data module with the validation data.
+
+    Returns:
+        Metrics by name, without the prefix ``val/``.
+    """
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     (metrics,) = trainer.validate(module, data, verbose=False)
     return {name.removeprefix("val/"): value for name, value in metrics.items()}
 
 
 def spread(values: Sequence[float], digits: int = 1, factor: float = 1.0) -> str:
-    """Format the mean and the standard deviation of values as ``92.1 ± 0.4``; of a single value, only the value.
+    """Format the mean and the standard deviation of values as ``92.1 ± 0.4``. A single value has no standard deviation.
 
     Args:
         values: values to average.
         digits: number of digits after the decimal point.
-        factor: factor by which the values are multiplied.
+        factor: factor by which the values are multiplied, such as 100 for percentages.
+
+    Returns:
+        The text; an empty string if there are no values.
     """
     scaled = [value * factor for value in values]
     if not scaled:

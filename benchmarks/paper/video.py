@@ -44,7 +44,11 @@ SHOWN = ("a zero moving right", "a three moving left", "a seven moving down")
 
 
 def draw(module: VideoDiffusion, prompts: list[str]) -> Tensor:
-    """Draw a clip for each prompt, with noise seeded by the number of the clip.
+    """Draw a clip for each prompt, with noise that depends on the index of the clip.
+
+    Args:
+        module: text-to-video model.
+        prompts: captions of the clips.
 
     Returns:
         Clips ``[N, F, C, H, W]`` uint8.
@@ -61,7 +65,7 @@ def moves_as_said(frames: Tensor, caption: str) -> bool:
     The center of brightness has to move by at least two pixels in this direction, and by less than half as much across it.
 
     Args:
-        frames: frames of the clip.
+        frames: frames of the clip, ``[F, C, H, W]`` uint8.
         caption: caption of the clip.
     """
     lit = frames[:, 0].double()
@@ -76,7 +80,10 @@ def moves_as_said(frames: Tensor, caption: str) -> bool:
 
 
 def brightest_square(image: Tensor) -> Tensor:
-    """Return the pixels ``[SIDE * SIDE]`` of the brightest square of a digit's size; the first one if several are equal."""
+    """Return the pixels ``[64]`` of the brightest 8 x 8 square, the size of a digit, in an image ``[H, W]``.
+
+    If several squares are equally bright, the result is the first of them.
+    """
     squares = F.avg_pool2d(image[None, None], SIDE, stride=1)[0, 0]
     top, left = divmod(int(squares.argmax()), squares.shape[1])
     return image[top : top + SIDE, left : left + SIDE].flatten()
@@ -84,7 +91,12 @@ def brightest_square(image: Tensor) -> Tensor:
 
 @cache
 def classifier(height: int, width: int) -> SVC:
-    """Train a classifier of digits on the brightest squares of training digits, each on a canvas of the given size."""
+    """Train a classifier of digits on the brightest 8 x 8 square of frames that show a training digit.
+
+    Args:
+        height: height of the frames in pixels.
+        width: width of the frames in pixels.
+    """
     source = MovingDigitSamples(True, 1, height, width)
     torch.manual_seed(0)
     samples = [source[index] for index in range(0, len(source), len(MOVES))]
@@ -93,7 +105,12 @@ def classifier(height: int, width: int) -> SVC:
 
 
 def shows_its_digit(frames: Tensor, caption: str) -> bool:
-    """Return whether the classifier recognizes the caption's digit in the middle frame of a clip."""
+    """Return whether :func:`classifier` recognizes the digit that the caption names in the middle frame of a clip.
+
+    Args:
+        frames: frames of the clip, ``[F, C, H, W]`` uint8.
+        caption: caption of the clip.
+    """
     square = brightest_square(frames[len(frames) // 2, 0].float() / 255)
     (name,) = classifier(*frames.shape[-2:]).predict(square[None].numpy())
     return bool(name == caption.split()[1])
@@ -102,7 +119,10 @@ def shows_its_digit(frames: Tensor, caption: str) -> bool:
 def frames_alike(frames: Tensor) -> float:
     """Compute the mean cosine similarity of consecutive frames, after the best shift by up to two pixels.
 
-    It is 1 if a shape moves without changing.
+    The result is 1 if a shape moves without changing.
+
+    Args:
+        frames: frames of the clip, ``[F, C, H, W]`` uint8.
     """
     lit = frames[:, 0].float()
     shifted = F.unfold(lit[1:, None], lit.shape[1:], padding=2)
@@ -110,7 +130,12 @@ def frames_alike(frames: Tensor) -> float:
 
 
 def judge(clips: Tensor, captions: list[str]) -> Row:
-    """Compute the shares of clips that move as said and that show their digit, and the similarity of their frames."""
+    """Compute the shares of clips whose motion and digit are those of their captions, and the similarity of their frames.
+
+    Args:
+        clips: clips ``[N, F, C, H, W]`` uint8.
+        captions: caption of each clip.
+    """
     pairs = list(zip(clips, captions, strict=True))
     return {
         "moves_as_said": sum(moves_as_said(*pair) for pair in pairs) / len(pairs),
@@ -121,7 +146,7 @@ def judge(clips: Tensor, captions: list[str]) -> Row:
 
 @torch.no_grad()
 def measure(checkpoint: Path) -> Row:
-    """Measure a video model with averaged weights: the held-out loss, the scores of drawn clips, and a picture of some."""
+    """Measure a video model with averaged weights: held-out loss, scores of drawn clips, and a picture of three clips."""
     steps = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["global_step"]
     torch.manual_seed(0)
     module = load_module(VideoDiffusion, checkpoint)

@@ -1,4 +1,4 @@
-"""Study of what a window and MHLA each contribute to a linearized Llama that reads 2,048 tokens."""
+"""Study of how much a window and MHLA each contribute to a linearized Llama on texts of 2,048 tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG_TEXTS = (
     "--data.init_args.batch_size=2",
     f"--model.init_args.context={CONTEXT}",
 )
-"""Options that train on texts of 2,048 tokens, with as many tokens in a step as texts of 512."""
+"""Options of ``lightning fit`` for texts of 2,048 tokens, with two texts per step, which are 4,096 tokens."""
 
 
 @torch.no_grad()
@@ -78,7 +78,13 @@ ORIGINAL = Study(
 
 
 def _variant(block_size: int, far: bool, **options: object) -> tuple[str, ...]:
-    """Return the options of a window of ``block_size`` to 2 ``block_size`` tokens, with MHLA for the others or without."""
+    """Return options of ``lightning fit`` for attention with a window, which covers the block of a token and the one before it.
+
+    Args:
+        block_size: number of tokens in a block.
+        far: whether MHLA reads the tokens before the window; otherwise they are ignored.
+        options: further options of the attention.
+    """
     window = attention(block_size=block_size, **options)
     if far:
         return tuple(window)
@@ -86,7 +92,7 @@ def _variant(block_size: int, far: bool, **options: object) -> tuple[str, ...]:
 
 
 WITHOUT_MATCHING = ("--trainer.max_steps=120",)
-"""Option that leaves out the steps in which layers are matched, where nothing was added that could be."""
+"""Option that reduces training to 120 steps, for variants that skip the 80 steps of attention transfer."""
 
 UNIFORM = {"mixing": "dense", "mixing_per_head": False, "mixing_init": "uniform", "mixing_trainable": False}
 

@@ -1,6 +1,6 @@
 """Real SLURM cluster of two virtual nodes on this host, for tests. It needs no installation and no root access.
 
-Longer than other modules, because one class holds the complete lifecycle of a cluster.
+This module is longer than others because one class manages the complete lifecycle of a cluster.
 """
 
 from __future__ import annotations
@@ -216,7 +216,10 @@ class Cluster:
     def kill_node(self, node: str) -> None:
         """Kill the slurmd of `node`, its slurmstepd and all their descendants, like a power failure.
 
-        SLURM detects it after 25 to 35 s, or immediately by `declare_down` or `start_node`.
+        SLURM detects the loss after 25 to 35 s, or at once if `declare_down` or `start_node` is called.
+
+        Args:
+            node: name of the node.
         """
         _until(lambda: not self._kill_all(lambda process: _node_of(process) == node), timeout=10)
         self._kill_daemon(f"slurmd-{node}")
@@ -280,10 +283,15 @@ class Cluster:
         return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
     def wait(self, job: int, states: set[str] | frozenset[str] = TERMINAL, timeout: float = 60) -> dict[str, str]:
-        """Wait until JobState is one of `states`, and return the fields of :meth:`show`.
+        """Wait until a job is in one of several states, and return its fields as :meth:`show` does.
+
+        Args:
+            job: number of the job.
+            states: values of JobState to wait for; by default those of a job that has ended.
+            timeout: time limit in seconds.
 
         Raises:
-            TimeoutError: if this takes more than `timeout` seconds. The message contains the fields of the job.
+            TimeoutError: if the job does not reach such a state in time. The message contains the fields of the job.
         """
         fields: dict[str, str] = {}
 
@@ -400,7 +408,11 @@ def _node_of(process: Process) -> str | None:
 
 
 def _free_ports(count: int) -> int:
-    """Return the first of `count` consecutive free ports, below those that the kernel uses for outgoing connections."""
+    """Return the first of `count` consecutive free ports from a range that is not used for outgoing connections.
+
+    Raises:
+        SlurmUnavailable: if no such ports are free.
+    """
     for _ in range(200):
         first = random.SystemRandom().randrange(20000, 32000 - count)
         if all(_is_free(port) for port in range(first, first + count)):

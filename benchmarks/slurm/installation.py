@@ -117,9 +117,13 @@ def _download(cache: Path) -> list[Path]:
 
 
 def _own_lists(cache: Path, common: list[str]) -> list[str]:
-    """Download package lists into a folder, which needs no root access, and return the options of apt-get that select them.
+    """Download package lists without root access, and return the options with which apt-get uses these lists.
 
-    Only the distribution's own sources are used if they have a separate file.
+    Only the sources of the distribution are used if they are in a separate file.
+
+    Args:
+        cache: folder for the lists.
+        common: options for every call of apt-get.
     """
     for name in ("lists/partial", "apt/archives/partial"):
         (cache / name).mkdir(parents=True, exist_ok=True)

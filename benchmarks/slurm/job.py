@@ -75,7 +75,7 @@ def write_config(folder: Path, steps: int, pace: float = 0.0) -> Path:
 
 
 class SlurmJob:
-    """Training run as a job of a SLURM cluster. The constructor submits it.
+    """Training run as a job of a SLURM cluster, which the constructor submits.
 
     Args:
         cluster: cluster that runs the job.
@@ -116,10 +116,14 @@ class SlurmJob:
         return len(list(self.run.glob("metrics*.csv")))
 
     def wait_for_start(self, number: int, steps: int = 3) -> None:
-        """Wait until the run has started for the ``number``-th time and has logged ``steps`` steps after its first step.
+        """Wait until the run has started a given number of times, and has logged some steps since the last start.
+
+        Args:
+            number: number of starts.
+            steps: number of steps to log after the first step since the start.
 
         Raises:
-            TimeoutError: if it takes too long, or the job has ended.
+            TimeoutError: if this takes more than 90 seconds, or the job has ended.
         """
         until = time.monotonic() + STEP_TIMEOUT
         begun = None
