@@ -78,10 +78,10 @@ def _add_block_sums(
     """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
 
     ``pairs`` has one term for each key (row) and query (column). ``token_row`` holds the block index of each key, and
-    ``column_row`` the block index of each query. ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the
-    first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and ``held[s]`` is the
-    query block that slot s currently holds. The new ``total`` is also written to memory at the address ``gradient``, where the
-    layout is ``[size, SPAN]``, query block by key block.
+    ``column_row`` the block index of each query. ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are
+    counted from the first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and
+    ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at the address
+    ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -164,9 +164,9 @@ def pair_gradient_kernel(
     The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
     ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
     counted from the first one of the tile, which has at most ``SPAN`` of them. ``token_row`` holds the block index of each key,
-    and ``column_row`` the block index of each query. In self-attention, both are the same table. With ``CHUNKS``, only pairs inside a
-    chunk (a group of several consecutive blocks) count; the lookup table ``table`` has a column with the bounds of each chunk,
-    and a chunk has ``tiles`` tiles. Grid: ``(B * H * tiles_of_row,)``.
+    and ``column_row`` the block index of each query. In self-attention, both are the same table. With ``CHUNKS``, only pairs
+    inside a chunk (a group of several consecutive blocks) count. The lookup table ``table`` then has a column with the bounds
+    of each chunk, and a chunk has ``tiles`` tiles. Grid: ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
