@@ -104,7 +104,8 @@ def measure(
         checkout: folder with the code of the paper's authors; None to leave it out.
 
     Returns:
-        A row for each implementation: milliseconds, minimal milliseconds (floors), rates and memory, or the error if it fails.
+        A row for each implementation: milliseconds and memory, and the error if it fails. On a GPU, rows of the operator in
+        bfloat16 also have minimal milliseconds (floors) and rates.
     """
     rows = []
     for name, (call, leaves) in methods(shape, device, dtype, checkout).items():

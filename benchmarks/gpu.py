@@ -54,7 +54,7 @@ class Part:
 
 
 def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
-    """Return the programs to run by name, the fastest first.
+    """Return the programs to run, by name and in order of execution.
 
     Args:
         out: folder of the results.
@@ -208,7 +208,7 @@ def print_goals(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Run all programs without a result, and exit with status 1 if one failed."""
+    """Run all programs that have not succeeded yet, and exit with status 1 if one failed."""
     parser = argparse.ArgumentParser(
         prog="lightning bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

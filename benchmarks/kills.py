@@ -51,7 +51,7 @@ DRAWN = (
 
 
 class Domain(NamedTuple):
-    """Shipped configuration to test, the default number of kills, and trainer options that shorten the run."""
+    """Shipped configuration to train, default number of times to kill the run, and trainer options that shorten it."""
 
     config: str
     kills: int

@@ -170,7 +170,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def main() -> None:
-    """Measure the combinations without a result, write JSON after each, and print a table."""
+    """Measure the combinations that the result file does not have yet, write JSON after each, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))

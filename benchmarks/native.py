@@ -165,7 +165,10 @@ def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def capture_and_replay(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check a CUDA graph of a forward and backward pass that is replayed with new values after other calls."""
+    """Check that a CUDA graph of a forward and backward pass still gives the correct results when it is replayed later.
+
+    Between capture and replay, the inputs get new values, and other calls of the operator replace the cached tables.
+    """
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 777, 16)
         leaves, new_leaves = case.make(device), case.make(device, seed=1)

@@ -209,7 +209,7 @@ def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, An
 
 
 def measure_or_halve(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Measure a configuration with the largest batch that fits in memory, found by halving.
+    """Measure a configuration, and halve the batch size until a batch fits in memory.
 
     Args:
         name: name of the configuration.
@@ -271,7 +271,10 @@ def print_table(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def main() -> None:
-    """Measure the configurations without a result, write JSON after each, and exit with status 1 if one failed."""
+    """Measure the configurations that the result file does not have yet, and exit with status 1 if one failed.
+
+    JSON is written after each configuration.
+    """
     parser = argparse.ArgumentParser(prog="lightning bench throughput", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--configs", nargs="+", help="configurations, such as language/stdlib (default: those that suit the device)"

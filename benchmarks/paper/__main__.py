@@ -1,4 +1,4 @@
-"""Command line of ``lightning paper``."""
+"""Command line of ``lightning paper``, which trains small models, scores them, and writes the results page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks/results/paper"
 
 
 def main() -> None:
-    """Train all variants without results, and write the results page after each."""
+    """Train and score all variants that have no result yet, and write the results page after each."""
     parser = argparse.ArgumentParser(
         prog="lightning paper",
         description=description.__doc__,

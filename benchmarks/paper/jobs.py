@@ -1,4 +1,4 @@
-"""Training of all variants of all studies, one after the other or several at a time."""
+"""Training of the variants of studies with several seeds, one run after the other or several at a time."""
 
 from __future__ import annotations
 

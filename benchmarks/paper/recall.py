@@ -1,4 +1,4 @@
-"""Studies of recall: MQAR by the size of the state, and a needle in contexts that are longer than in training."""
+"""Studies of recall: pairs of tokens (MQAR) by the size of the state, and a needle in contexts longer than in training."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def measure(checkpoint: Path) -> Row:
 
 
 def mqar_section(rows: list[Row], folder: Path) -> str:
-    """Return accuracy by number of pairs and model width as Markdown, and plot it over the size of the state.
+    """Return the results of the MQAR study as Markdown: accuracy by number of pairs and model width, with a plot.
+
+    The plot shows the accuracy over the size of the state.
 
     Args:
         rows: results of the runs.
@@ -85,7 +87,7 @@ def mqar_section(rows: list[Row], folder: Path) -> str:
 
 
 def needle_section(rows: list[Row], folder: Path) -> str:
-    """Return accuracy by context length as Markdown, and plot it.
+    """Return the results of the needle study as Markdown: accuracy by context length, with a plot.
 
     Args:
         rows: results of the runs.

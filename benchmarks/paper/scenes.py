@@ -1,7 +1,7 @@
 """Study of text-to-image: a small SANA for scenes of colored digits, whose attention is replaced and fine-tuned; N / Dk = 16.
 
-In addition to the held-out loss, images are drawn for 400 held-out captions and scored: digits, colors, count and relation,
-and the Fréchet distance of their features from those of real scenes.
+The study measures the held-out loss, and scores images drawn for 400 held-out captions. The scores are the shares of images
+with correct digits, colors, count and relation, and the Fréchet distance between features of the images and of real scenes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ DRAWN, REAL = 400, 4000
 
 
 def fid(drawn: Tensor) -> float:
-    """Compute the Fréchet distance between images ``[N, 3, H, W]`` uint8 and training scenes, in random features."""
+    """Compute the Fréchet distance between images ``[N, 3, H, W]`` uint8 and 4,000 training scenes.
+
+    The features are those of a network with random weights.
+    """
     source, features, device = SceneSamples(True), RandomFeatures(), torch.device("cpu")
     real = torch.stack([to_pixels(source[index]["image"]) for index in range(REAL)])
     sets = [image_set(name, images.split(100), features, device) for name, images in (("drawn", drawn), ("real", real))]

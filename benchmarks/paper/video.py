@@ -1,7 +1,7 @@
 """Study of video: a small Wan for moving digits, whose softmax attention is replaced and fine-tuned; N / Dk = 288 / 8.
 
-In addition to the held-out loss, clips are drawn for every caption and scored: whether the digit moves as the caption says,
-whether a classifier of real digits recognizes the caption's digit in the middle frame, and how similar the frames are.
+The study measures the held-out loss, and scores a clip drawn for every caption: whether the digit moves as the caption says,
+whether a classifier of real digits recognizes it in the middle frame, and how similar consecutive frames are.
 """
 
 from __future__ import annotations

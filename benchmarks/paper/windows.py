@@ -48,7 +48,7 @@ def measure(checkpoint: Path) -> Row:
 
 
 def section(rows: list[Row], folder: Path) -> str:
-    """Return the results as a Markdown table.
+    """Return the results of the window study as a Markdown table: size of the state, and perplexity by position.
 
     Args:
         rows: results of the runs.

@@ -60,14 +60,25 @@ class EncoderLibrary(ABC):
 
     @abstractmethod
     def encode_images(self, model: Any, images: Tensor) -> Tensor:
-        """Compute the token vectors ``[B, N, dim]`` of images ``[B, channels, height, width]``.
+        """Compute the token vectors of images.
+
+        Args:
+            model: image encoder.
+            images: images, ``[B, channels, height, width]``.
+
+        Returns:
+            Token vectors ``[B, N, dim]``.
 
         Raises:
             ValueError: if the encoder does not take images of this size or with this number of channels.
         """
 
     def check_channels(self, model: Any, images: Tensor) -> None:
-        """Check the shape of images for an encoder.
+        """Check that images have the number of axes and of channels that an encoder takes.
+
+        Args:
+            model: image encoder.
+            images: images, ``[B, channels, height, width]``.
 
         Raises:
             ValueError: if ``images`` is not ``[B, channels, height, width]`` with the encoder's number of channels.
@@ -81,7 +92,7 @@ class EncoderLibrary(ABC):
 
     @abstractmethod
     def channels(self, model: Any) -> int:
-        """Return the number of channels of an image encoder's images."""
+        """Return the number of channels of the images that an image encoder takes as input."""
 
     def head(self, model: Any) -> Callable[[Tensor], Tensor]:
         """Return the function from token vectors ``[B, N, dim]`` to the vector ``[B, dim]`` that an encoder's classifier reads.

@@ -136,7 +136,13 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Convert an optimizer's state dict from parameter indices to parameter names, as torch's distributed loading expects."""
+    """Convert the state dict of an optimizer from parameter indices to parameter names, for torch's distributed loading.
+
+    Args:
+        state: state dict, in which parameters are numbered.
+        optimizer: optimizer with the parameters in the same order.
+        model: model that has the parameters.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
     return {

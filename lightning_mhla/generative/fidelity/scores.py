@@ -55,9 +55,11 @@ def moments(features: Tensor) -> Moments:
 
 
 def frechet_distance(one: Moments, two: Moments) -> float:
-    """Compute the Fréchet distance (FID) between two normal distributions, given their means and covariances.
+    """Compute the Fréchet distance (FID, equation 6 of arXiv 1706.08500) between two normal distributions.
 
-    The formula is equation 6 of arXiv 1706.08500.
+    Args:
+        one: mean and covariance of the first distribution.
+        two: mean and covariance of the second distribution.
     """
     pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]

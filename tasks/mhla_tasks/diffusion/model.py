@@ -39,7 +39,7 @@ class DiT(ModelMixin, ConfigMixin):
         num_classes: number of classes. Labels are 0 to ``num_classes - 1``; the label ``num_classes`` stands for no class.
         attention: options of the attention in all layers.
         layer_kinds: pattern of attention kinds that repeats over all layers; None to use ``attention.kind`` in all layers.
-        size: S, B, L or XL, which sets dim, depth and heads; None to use these arguments.
+        size: S, B, L or XL, which sets dim, depth and heads; None to use the arguments with these names.
         dim: width of the tokens, if ``size`` is None.
         depth: number of blocks, if ``size`` is None.
         heads: number of attention heads, if ``size`` is None.
@@ -172,7 +172,13 @@ class DiT(ModelMixin, ConfigMixin):
 
 
 def _join_patches(patches: Tensor, grid: tuple[int, int], size: int) -> Tensor:
-    """Join patches ``[B, rows * columns, size * size * C]`` into images ``[B, C, rows * size, columns * size]``."""
+    """Join patches ``[B, rows * columns, size * size * C]`` into images ``[B, C, rows * size, columns * size]``.
+
+    Args:
+        patches: patches of the images, in raster order.
+        grid: rows and columns of patches.
+        size: side of a patch.
+    """
     height, width = grid
     parts = patches.view(-1, height, width, size, size, patches.shape[-1] // size**2)
     return torch.einsum("bhwpqc->bchpwq", parts).reshape(-1, parts.shape[-1], height * size, width * size)

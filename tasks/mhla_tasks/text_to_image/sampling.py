@@ -12,7 +12,9 @@ Sampler = Literal["dpm", "euler"]
 
 @dataclass(frozen=True)
 class SanaSamplingConfig:
-    """Options for drawing images with a text-to-image model; the defaults are those of diffusers' ``SanaPipeline``.
+    """Options for drawing images with a text-to-image model.
+
+    The defaults are those of diffusers' ``SanaPipeline``, except for the size of the images.
 
     Args:
         sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.

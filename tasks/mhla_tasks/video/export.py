@@ -15,7 +15,7 @@ LOADING_FRAMES = """\
 from mhla_tasks.video import FrameTransformer
 
 model = FrameTransformer.from_pretrained("FOLDER")"""
-"""Python code that loads an exported model that continues clips, where FOLDER is its path."""
+"""Python code that loads the export of a model that continues clips, where FOLDER is the path of the export."""
 
 
 def loading(module: VideoDiffusion | VideoContinuation) -> str:

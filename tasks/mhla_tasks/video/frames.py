@@ -142,7 +142,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return self._levels(out[:, -self.tokens :], frames[:, -1:]).argmax(-1)
 
     def new_cache(self) -> GenerationCache:
-        """Return generation states that represent no frames yet."""
+        """Create empty generation states, with which a clip begins, for :meth:`next_frame`."""
         return GenerationCache(len(self.backbone.layers))
 
     @torch.no_grad()
