@@ -132,7 +132,14 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def equal_bits(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check that repeated runs of the same call give bit-identical results."""
+    """Check that 20 runs of the same call give bit-identical results.
+
+    Yields:
+        Name and result of each case.
+
+    Raises:
+        AssertionError: if a run differs from the first one.
+    """
     for form, causal in product(FORMS, (False, True)):
         case = Case(form, torch.bfloat16, 64, 64, causal, 1000 if device.type == "cuda" else 100, 16, 2)
         leaves = case.make(device)
@@ -145,7 +152,14 @@ def equal_bits(device: torch.device) -> Iterator[tuple[str, str]]:
 
 
 def side_streams(device: torch.device) -> Iterator[tuple[str, str]]:
-    """Check that a stream does not read a cached table before a different stream has written it."""
+    """Check that a stream does not read a cached table before a different stream has written it.
+
+    Yields:
+        Name and result of each case.
+
+    Raises:
+        AssertionError: if two streams compute different outputs.
+    """
     for form in FORMS:
         for number in range(5):
             # sizes for which there is no cached table yet

@@ -99,6 +99,9 @@ def compare_texts(models: dict[str, Any], source: str, folder: Path) -> dict[str
         models: the original and the linearized encoder, in this order.
         source: folder of the tokenizer.
         folder: folder that ``lightning bench real_texts`` wrote.
+
+    Returns:
+        A row by number of tokens: agreement of the embeddings, number of texts, and seconds per text of each model.
     """
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     texts = []

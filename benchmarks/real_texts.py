@@ -85,7 +85,10 @@ def passages(text: str) -> list[str]:
 
 
 def sections(text: str) -> list[str]:
-    """Cut a document into sections of :data:`SECTION` characters, with each run of white space replaced by one space."""
+    """Cut a document into sections of 2,500 characters, and leave out the remaining characters.
+
+    Each run of white space is replaced by one space first.
+    """
     plain = " ".join(text.split())
     return [plain[start : start + SECTION] for start in range(0, len(plain) - SECTION + 1, SECTION)]
 

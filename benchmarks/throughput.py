@@ -167,7 +167,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(name: str, samples: int, compiled: bool, steps: int) -> dict[str, Any]:
-    """Train a configuration on random batches, and return the times, operations and memory of its steps.
+    """Train a configuration on random batches, and measure times, operations and memory of its steps.
 
     Args:
         name: name of the configuration.

@@ -136,7 +136,11 @@ def prepare(
 
 
 def build(job: TileJob) -> tuple[TileJob, str | None]:
-    """Compile the kernels of a job on a small batch. Return the job, and the error if a kernel cannot be compiled."""
+    """Compile the kernels of a job, by running the job on a small batch.
+
+    Returns:
+        The job, and a description of the error if a kernel cannot be compiled or run; otherwise None.
+    """
     try:
         with changed(job):
             prepare(replace(SHAPES[job.shape], batch=1), job.form, torch.device("cuda"))[1]()

@@ -202,6 +202,9 @@ def measure(cluster: Cluster, folder: Path, name: str, curve: dict[int, str]) ->
         folder: folder of the job.
         name: name of the fault.
         curve: loss of the undisturbed job by step.
+
+    Returns:
+        State of the job in the end, and numbers of starts, steps, repeated steps, different losses and seconds.
     """
     happen, times = FAULTS[name]
     begun = time.monotonic()

@@ -62,7 +62,12 @@ def read_classes(file: Path) -> list[str] | None:
 
 
 def write_classes(file: Path, names: Sequence[str]) -> None:
-    """Write class names to a text file, one per line. Control characters are written as escapes such as ``\\n``."""
+    """Write class names to a text file atomically, one name per line.
+
+    Args:
+        file: path of the file.
+        names: class names in the order of their labels. Control characters are written as escapes such as ``\\n``.
+    """
     write_whole(file, "".join(f"{without_controls(name)}\n" for name in names))
 
 

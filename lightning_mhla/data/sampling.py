@@ -172,7 +172,12 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 def sample_generator(seed: int, index: int) -> torch.Generator:
-    """Create a CPU random generator whose numbers depend only on the seed of the run and the index of a sample."""
+    """Create a CPU random generator for the noise of one sample.
+
+    Args:
+        seed: seed of the run.
+        index: index of the sample. The same seed and index always give the same random numbers.
+    """
     word = int(np.random.SeedSequence([seed, _NOISE, index]).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(word)
 

@@ -231,7 +231,11 @@ class ShardReader:
         return f"sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 
     def extension(self, index: int, extensions: Sequence[str]) -> str:
-        """Return the first extension in ``extensions`` for which a sample has a file.
+        """Return the first of several extensions for which a sample has a file.
+
+        Args:
+            index: index of the sample.
+            extensions: extensions to look for, without the dot, in order of preference.
 
         Raises:
             BrokenSampleError: if the sample has no file with any of these extensions.
@@ -278,7 +282,13 @@ class ShardReader:
         return counts
 
     def size(self, index: int, extension: str) -> int:
-        """Return the size in bytes of a sample's file with the given extension."""
+        """Return the size in bytes of a file of a sample.
+
+        Args:
+            index: index of the sample.
+            extension: extension of the file, which must occur in the sample's shard. If the sample has no such file, the size
+                is 0.
+        """
         shard, row = self._find(index)
         table = self.tables[shard]
         return int(table.sizes[row, table.extensions.index(extension)])
@@ -324,6 +334,9 @@ class ShardReader:
         Args:
             index: index of the sample.
             extension: extension of the file.
+
+        Returns:
+            Array with the shape and dtype that the file states.
 
         Raises:
             BrokenSampleError: if the file is missing, or is not an array of finite floating-point numbers.

@@ -68,5 +68,8 @@ def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
     Args:
         like: tensor ``[B, ...]`` whose shape, dtype and device the noise gets.
         generators: random generators on the CPU, one for each of the B samples.
+
+    Returns:
+        Noise ``[B, ...]``.
     """
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -75,7 +75,11 @@ def check_agreement(model: Any, data: Any) -> None:
 def _value(module: Any, name: str) -> Any:
     """Return a hyperparameter of a model or data module, or else its attribute of the same name.
 
-    The attribute is used if the hyperparameter is None or missing. The result is None if neither is known.
+    The attribute is used if the hyperparameter is None or missing. The result is None if the module has neither.
+
+    Args:
+        module: LightningModule or LightningDataModule.
+        name: name of the hyperparameter.
     """
     option = module.hparams.get(name)
     return vars(module).get(name) if option is None else option

@@ -45,7 +45,12 @@ class CompileOptions:
 
 
 def compile_layers(layers: Iterable[nn.Module], options: CompileOptions) -> None:
-    """Compile the forward pass of each layer that is not compiled yet. Names in ``state_dict`` do not change."""
+    """Compile the forward pass of each layer in place. Names in ``state_dict`` do not change.
+
+    Args:
+        layers: layers of a network. Layers that are already compiled are left unchanged.
+        options: options of :func:`torch.compile`.
+    """
     compile_arguments: dict[str, Any] = {
         "dynamic": options.dynamic,
         "fullgraph": options.fullgraph,

@@ -65,7 +65,12 @@ class EncoderDistillation:
             raise ValueError(f"one of distillation.{', distillation.'.join(weights)} must be positive")
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return ``distance`` unchanged, because encoders have no loss on labels to combine it with."""
+        """Return the distance from the teacher unchanged, because encoders have no loss on labels to add to it.
+
+        Args:
+            plain: not used.
+            distance: weighted distance from the teacher, a scalar.
+        """
         return distance
 
 
@@ -155,11 +160,8 @@ class LinearizedEncoder(TrainingModule):
         return self.library.layers(self.network)
 
     @override
-    def configure_model(self) -> None:
-        if self._pretrained is not None:
-            self.library.load(self.network, self._pretrained)
-            self._pretrained = None
-        super().configure_model()
+    def start_from(self, pretrained: str) -> None:
+        self.library.load(self.network, pretrained)
 
     @abstractmethod
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:

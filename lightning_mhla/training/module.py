@@ -86,6 +86,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     """Keys that a batch for prediction must have. A key such as ``a|b`` requires ``a`` or ``b``."""
     output_names: tuple[str, ...] = ("head",)
     """Name prefixes of the parameters after the last layer, for layer decay."""
+    _pretrained: str | None = None
+    """Path or name of the weights to start from; None if there are none, or once they are loaded."""
 
     def __init__(self, training: TrainingOptions) -> None:
         super().__init__()
@@ -191,12 +193,25 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         """Return callbacks that write predictions to files; none in this base class."""
         return []
 
+    def start_from(self, pretrained: str) -> None:
+        """Load the weights to start from into the network, for modules with the option ``pretrained``.
+
+        Args:
+            pretrained: path or name of the weights, as the user gave it.
+        """
+        raise NotImplementedError
+
     def configure_model(self) -> None:
-        """Compile the network block by block if requested, and shard it if the strategy has a device mesh (FSDP2).
+        """Load pretrained weights, if any, compile the network block by block if requested, and shard it.
+
+        The network is sharded if the strategy has a device mesh (FSDP2).
 
         Raises:
             ValueError: if sequence parallelism is on and this module does not support it.
         """
+        if self._pretrained is not None:
+            self.start_from(self._pretrained)
+            self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
         if (compilation := self.training_options.compilation) is not None:
             compile_layers(self.layers(), compilation)
         if self.device_mesh is None or is_sharded_module(self.network):
@@ -238,7 +253,12 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of ``batch_size`` samples, averaged over the processes, and return ``loss`` unchanged."""
+        """Log the training loss of a batch, averaged over the processes, and return it unchanged.
+
+        Args:
+            loss: scalar loss.
+            batch_size: number of samples in the batch of this process.
+        """
         self.log("train/loss", loss, prog_bar=True, batch_size=batch_size, sync_dist=self.sequence_group is None)
         return loss
 

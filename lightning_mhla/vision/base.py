@@ -25,6 +25,9 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
             all maps.
         count: number of feature maps of the model.
 
+    Returns:
+        Indices of the selected feature maps, not negative, in the order of ``indices``.
+
     Raises:
         ValueError: if an index is out of range, or if no map is selected.
     """

@@ -242,7 +242,15 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield up to 50,000 real images, evenly spaced in a data set, in batches of b images ``[b, C, S, S]`` uint8."""
+    """Yield up to 50,000 real images, evenly spaced in a data set, in batches.
+
+    Args:
+        source: data set whose samples have an ``image`` with values from -1 to 1.
+        batch_size: number of images in a batch. The last batch may have fewer.
+
+    Yields:
+        Batch of b images ``[b, C, S, S]`` uint8.
+    """
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)

@@ -168,18 +168,6 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         transform, classes = self._transform(train=stage == "train"), self.stage_classes(stage)
         return labelled_images(self.shards, stage, transform, self.num_classes, classes)
 
-    def setup(self, stage: str) -> None:
-        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
-
-        Args:
-            stage: stage of the trainer. Only ``"fit"`` is checked.
-
-        Raises:
-            ValueError: if the two numbers differ.
-        """
-        super().setup(stage)
-        self.check_classes(stage)
-
     @property
     def preprocessing(self) -> Preprocessing:
         """Preprocessing of images in validation, test and prediction: resizing, central crop and normalization."""
@@ -220,7 +208,14 @@ def _to_grey(image: Tensor) -> Tensor:
 
 
 def _posterize(image: Any, bits: int, **_: Any) -> Any:
-    """Posterize an image, but keep at least one bit per color channel: timm may ask for 0 bits, which Pillow 13 rejects."""
+    """Posterize an image, but keep at least one bit per color channel.
+
+    timm may ask for 0 bits, which Pillow 13 rejects.
+
+    Args:
+        image: Pillow image.
+        bits: number of bits to keep. With 8 or more, the image is returned unchanged.
+    """
     return image if bits >= 8 else ImageOps.posterize(image, max(1, bits))
 
 

@@ -331,9 +331,15 @@ def make_process(config: ProcessConfig) -> NoiseProcess:
 
 
 def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) -> Tensor:
-    """Compute the negative log-likelihood, in nats, of each 8-bit pixel value under a discretized normal density.
+    """Compute the negative log-likelihood, in nats, of each 8-bit pixel value under a discretized normal distribution.
 
-    Pixel values are scaled to -1 .. 1. All arguments and the result have the same shape.
+    Args:
+        clean: pixel values, scaled from 0 .. 255 to -1 .. 1.
+        mean: means of the normal distributions, with the shape of ``clean``.
+        log_variance: logarithms of their variances, with the shape of ``clean``.
+
+    Returns:
+        Negative log-likelihoods with the shape of ``clean``.
     """
     inverse = (-0.5 * log_variance).exp()
     upper = torch.special.ndtr((clean - mean + 1 / 255) * inverse)

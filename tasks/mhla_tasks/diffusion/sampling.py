@@ -158,7 +158,11 @@ def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
 
 
 def check_labels(labels: Iterable[int], num_classes: int) -> None:
-    """Check that all labels lie between 0 and ``num_classes - 1``.
+    """Check that all class labels lie between 0 and ``num_classes - 1``.
+
+    Args:
+        labels: class labels.
+        num_classes: number of classes of the network.
 
     Raises:
         ValueError: if a label is out of range; the message names the first such label.

@@ -48,10 +48,14 @@ class SignedImage:
 
 
 def shrink(image: Image.Image, size: int) -> Image.Image:
-    """Resize an image so that its shorter side is ``size`` pixels, as in ADM's preprocessing.
+    """Resize an image so that its shorter side has a given length, as in ADM's preprocessing.
 
     A box filter halves the image for as long as it is at least twice as large as required. Bicubic interpolation then resizes
     it to the required size.
+
+    Args:
+        image: Pillow image.
+        size: length of the shorter side of the result, in pixels.
     """
     while min(image.size) >= 2 * size:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)

@@ -57,6 +57,12 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) -> None:
     """Copy images to GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``.
 
+    Args:
+        images: folder of the drawn images.
+        names: name of each prompt.
+        prompts: path of GenEval's list of prompts.
+        target: folder to write to.
+
     Raises:
         ValueError: if ``prompts`` is not a ``.jsonl`` file.
     """

@@ -113,9 +113,15 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Choose the top and left edge in pixels of each digit, whose image is ``size`` pixels high and wide.
+    """Choose a random position for each digit of a scene. Several digits get different quarters of the canvas.
 
-    Several digits get different quarters of the canvas.
+    Args:
+        scene: scene to render.
+        size: height and width of a digit's image in pixels.
+        random: random generator.
+
+    Returns:
+        Top and left edge of each digit's image, in pixels.
     """
     if scene.count == 1:
         middle = (SIDE - size) // 2

@@ -23,6 +23,9 @@ def positions(start: int, velocity: int, space: int, frames: int) -> list[int]:
         velocity: change of the position from frame to frame until the first reflection.
         space: largest position, at least 1.
         frames: number of frames.
+
+    Returns:
+        Position in each frame, from 0 to ``space``.
     """
     unfolded = [(start + velocity * frame) % (2 * space) for frame in range(frames)]
     return [min(position, 2 * space - position) for position in unfolded]

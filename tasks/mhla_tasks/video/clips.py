@@ -184,7 +184,12 @@ def _frames_at(video: Video, start: float, step: float, count: int, late: float 
 
 
 def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
-    """Convert a frame ``[H, W, 3]`` uint8 to ``[3, H, W]``, scaled and center-cropped to ``size`` unless that is None."""
+    """Convert a frame ``[H, W, 3]`` uint8 to a tensor ``[3, H, W]`` of a given size.
+
+    Args:
+        image: frame.
+        size: height and width to which the frame is scaled and center-cropped; None to keep its size.
+    """
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)
 

@@ -236,6 +236,9 @@ class VideoContinuation(GenerativeModule):
 
         Args:
             frames: levels ``[B, F, C, H, W]``.
+
+        Returns:
+            Levels with errors, in the same shape. The argument stays unchanged.
         """
         levels, errors = self.network.levels, self.errors
         if errors.noise:

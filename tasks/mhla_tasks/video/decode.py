@@ -157,7 +157,12 @@ class Video:
         return () if data is None else tuple(np.frombuffer(bytes(data), np.int32).tolist())
 
     def _build(self, layout: tuple[Any, ...], matrix: tuple[int, ...]) -> Any:
-        """Build the ffmpeg filter graph that converts frames with a given pixel layout and display matrix to RGB pixels."""
+        """Build the ffmpeg filter graph that converts frames to RGB pixels.
+
+        Args:
+            layout: width, height, pixel format, color space and color range of the frames.
+            matrix: display matrix of the frames, see :func:`orientation`; empty if there is none.
+        """
         import av.filter
 
         width, height, format_name, colorspace, color_range = layout

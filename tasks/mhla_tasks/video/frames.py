@@ -113,7 +113,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return ((video.float().transpose(1, 2) + 1) / 2 * (self.levels - 1)).round().long()
 
     def to_bytes(self, frames: Tensor) -> Tensor:
-        """Convert levels of any shape to gray or color values from 0 to 255, uint8."""
+        """Convert pixel levels, in a tensor of any shape, to gray or color values from 0 to 255, uint8."""
         return (frames.float() * (255 / (self.levels - 1))).round().to(torch.uint8)
 
     def forward(self, frames: Tensor) -> Tensor:
