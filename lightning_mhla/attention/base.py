@@ -56,8 +56,8 @@ class Attention(AttentionKind):
         gate: whether the output has a gate; None for the value of ``config.gate``.
 
     Raises:
-        ValueError: if the configuration names a kind other than that of the class, widths and numbers of heads do not fit
-            together, or the kind or the layout does not support causal attention or rotary positions.
+        ValueError: if the configuration names a different kind than the class, if widths and numbers of heads do not fit
+            together, or if the kind or the layout does not support causal attention or rotary positions.
     """
 
     kinds: ClassVar[dict[str, type[Attention]]] = KINDS
@@ -126,10 +126,13 @@ class Attention(AttentionKind):
                     part.fit(operator_layout, device)
 
     def flops(self, tokens: int) -> float:
-        """Return the number of floating-point operations of the forward pass, including the projections.
+        """Return the number of floating-point operations of the forward pass for one sequence, including the projections.
 
         Args:
-            tokens: number of tokens of one sequence.
+            tokens: number of tokens of the sequence.
+
+        Raises:
+            NotImplementedError: if the kind of attention does not count its operations.
         """
         projections = [module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear)]
         return 2.0 * tokens * sum(projections) + self.operator_flops(tokens)
@@ -211,8 +214,8 @@ class Attention(AttentionKind):
 
         Args:
             x: tokens ``[B, N, dim]``. Rows with fewer than N tokens are padded on the right.
-            state: state after the previous tokens, as this method returned it; None for the first tokens. It is modified in
-                place.
+            state: state after the previous tokens, as this method returned it; None for the first tokens. Do not use it again,
+                because the method may modify it in place.
             counts: number of tokens in each row of ``x``, without padding.
             rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
             projections: projections to use if the layer has none of its own; None for the layer's own.
@@ -247,7 +250,7 @@ class Attention(AttentionKind):
         rotary: Rotary | None = None,
         projections: Projections | None = None,
     ) -> Tensor:
-        """Compute the attention weights ``[B, H, N, N]`` of H heads. Rows are queries, columns are keys.
+        """Compute the attention weights ``[B, H, N, N]`` of H heads, with queries as rows and keys as columns.
 
         Args:
             x: tokens ``[B, N, dim]``, in raster order, or in block order if the layer was built with ``block_ordered``. Rows
@@ -292,7 +295,19 @@ class Attention(AttentionKind):
         share: SequenceShare | None = None,
         layout: BlockLayout | None = None,
     ) -> None:
-        """Raise ValueError if the number of tokens does not fit the layout or exceeds the maximum sequence length."""
+        """Check that the arguments of :meth:`forward` fit the layer and each other.
+
+        Args:
+            x: tokens ``[B, N, dim]``.
+            key_mask: mask of visible tokens; None if all tokens are visible.
+            cu_seqlens: bounds of packed sequences; None for one sequence in each row.
+            share: part of each sequence that this process holds; None for complete sequences.
+            layout: token layout for this call only; None for the layer's own layout.
+
+        Raises:
+            ValueError: if the number of tokens does not fit the layout or exceeds the maximum sequence length, or if arguments
+                exclude each other.
+        """
         if share is not None and (self.causal is not True or key_mask is not None or cu_seqlens is not None):
             raise ValueError(
                 "a sequence spread over processes is causal (not block-causal), without padding and not packed"
@@ -314,9 +329,10 @@ class Attention(AttentionKind):
             )
 
     def _place(self, layout: BlockLayout, device: torch.device) -> Placement:
-        """Return the permutation of tokens into block order for a ``layout`` that is passed to :meth:`forward`.
+        """Return the permutation of tokens into block order for a layout that is passed to :meth:`forward`.
 
-        Blocks are padded to equal length only if the kind of attention supports a key mask, which hides the padding.
+        A kind that does not use blocks keeps the order. Blocks are padded to equal length only if the kind of attention
+        supports a key mask, which hides the padding.
         """
         if not self.uses_blocks:
             return Placement(layout, None, None, {})
@@ -358,5 +374,8 @@ def build_attention(config: AttentionConfig, dim: int, heads: int, layout: Block
         heads: number of query heads.
         layout: token grid and its partition into blocks.
         **options: further keyword arguments of :class:`Attention`, such as ``causal``.
+
+    Raises:
+        ValueError: if the arguments do not fit together, see :class:`Attention`.
     """
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)

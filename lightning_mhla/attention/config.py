@@ -64,8 +64,8 @@ class AttentionConfig:
         mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, uniform gives all blocks the same.
         mixing_per_head: whether each head has its own mixing coefficients.
         mixing_trainable: whether the mixing coefficients are trained.
-        mixing_min_decay: smallest decay per block of exponential mixing, from 1e-5 to 2.5: a layer forgets a block after about
-            1 / mixing_min_decay blocks. For sequences much longer than those in training, choose it such that a layer forgets
+        mixing_min_decay: smallest decay per block of exponential mixing, from 1e-5 to 2.5. A layer forgets a block after about
+            1 / mixing_min_decay blocks. If sequences are much longer than in training, choose it such that a layer forgets
             within the training length.
         normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
         feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
@@ -242,7 +242,7 @@ def layout_for(
         configs: configurations of the layers.
         grid: number of tokens along each axis.
         prefix_tokens: number of tokens before the grid, such as class tokens.
-        causal: True for causal attention; ``"block"`` for block-causal attention, in which every layer uses blocks.
+        causal: causality of the attention. With ``"block"`` (block-causal attention), every layer uses blocks.
 
     Raises:
         ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor
@@ -261,7 +261,11 @@ def layout_for(
 
 
 def check_blocks(config: AttentionConfig, layout: BlockLayout) -> None:
-    """Check that a layer's configuration and layout have the same blocks, if the configuration sets blocks.
+    """Check that the blocks that a configuration sets, if any, are the blocks of the layout.
+
+    Args:
+        config: configuration of a layer.
+        layout: token grid and its partition into blocks.
 
     Raises:
         ValueError: if the blocks differ.

@@ -1,4 +1,4 @@
-"""Base class of the cross-attention layers: queries from one sequence, keys and values from another, the context."""
+"""Base class of the cross-attention layers, whose queries read the keys and values of a second sequence, the context."""
 
 from __future__ import annotations
 
@@ -213,7 +213,18 @@ class CrossAttention(nn.Module):
         projections: CrossProjections,
         layout: BlockLayout | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Placement]:
-        """Return the keys, values and mask of a context in block order, and the permutation into this order."""
+        """Project a context to keys and values, in block order.
+
+        Args:
+            context: context tokens ``[B, Nk, context_dim]``, in raster order.
+            mask: mask of visible context tokens, ``[B, Nk]`` bool; None if all are visible.
+            projections: projections of the layer.
+            layout: layout of the context; None for the layout of the last :meth:`fit`.
+
+        Returns:
+            Keys ``[B, Nk, Hkv, Dk]``, values ``[B, Nk, Hkv, Dv]``, mask ``[B, Nk]`` or None, and the permutation of the context
+            tokens into block order.
+        """
         check_mask("context_mask", mask, context)
         placement = place("context", self.context_order, layout, context)
         tokens, visible = placement.enter(context, mask)

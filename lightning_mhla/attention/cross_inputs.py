@@ -16,7 +16,7 @@ from lightning_mhla.attention.order import BlockOrder
 
 
 class CrossProjections(NamedTuple):
-    """Input and output projections of a cross-attention layer, its own or those of a layer that it replaces.
+    """Input and output projections of a cross-attention layer, either its own or taken from a layer that it replaces.
 
     Attributes:
         queries: function from tokens ``[B, Nq, dim]`` to queries ``[B, Nq, H, Dk]``.
@@ -131,8 +131,8 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
 
     Raises:
-        ValueError: if the number of tokens is zero or does not fit the layout, or if ``start`` is negative, or not 0 for a
-            layout without ``block_size``.
+        ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative, or if it is not 0 for
+            a layout without ``block_size``.
     """
     chosen, tokens = order.layout if layout is None else layout, x.shape[1]
     if chosen.block_size is None or chosen.prefix_tokens:

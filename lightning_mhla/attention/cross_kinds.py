@@ -96,7 +96,7 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
         return SANA_EPS if self.config.feature_map == "sana" else EPS
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-        """Return the features of queries and keys, and the feature map that the operator still has to apply."""
+        """Return the features of queries and keys, and the feature map that the attention operator still has to apply."""
         if self.features is None:
             return apply_features(q, k, self.config.feature_map)
         q, _, k = self.features(q, k)  # a factor on a query's features means nothing
@@ -105,13 +105,13 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
     def coefficients(self, inputs: CrossInputs) -> tuple[Tensor, dict[str, Any]]:
         """Return mixing coefficients ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and keyword arguments that describe the blocks.
 
-        Linear attention has one block of queries and one of keys, whose only coefficient is 1.
+        Linear attention has one block of queries and one block of keys, so its only coefficient is 1.
         """
         return inputs.q.new_ones(1, 1), {"block_size": inputs.q.shape[1], "key_block_size": inputs.k.shape[1]}
 
 
 def _token_layout(tokens: int, blocks: Mapping[str, Any]) -> TokenLayout:
-    """Return the partition of tokens that the operator's argument ``block_size`` or ``block_offsets`` describes."""
+    """Return the partition of ``tokens`` tokens into blocks, described by ``block_size`` or ``block_offsets`` in ``blocks``."""
     return TokenLayout(tokens, blocks.get("block_size", 0), blocks.get("block_offsets"))
 
 

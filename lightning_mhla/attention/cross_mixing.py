@@ -1,4 +1,4 @@
-"""Mixing coefficients of cross-attention, in which the blocks of the queries differ from those of the context."""
+"""Mixing coefficients of cross-attention, between the blocks of the queries and the blocks of the context."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def initial_cross_mixing(layout: BlockLayout, context_layout: BlockLayout, init:
     With ``"uniform"``, or if the two grids have different numbers of axes, all coefficients are 1 / Mk. With ``"locality"``,
     the query grid is scaled to the context grid along each axis, so that both have the same ends, and coefficients decrease
     with the Euclidean distance between block centers. They are proportional to ``1 - dist(i, j) / max_k dist(i, k)``. Blocks of
-    prefix tokens have distance 0 to all blocks. For equal grids, the coefficients are those of self-attention
+    prefix tokens have distance 0 to all blocks. For equal grids, the coefficients equal those of self-attention
     (:func:`lightning_mhla.attention.mixing.locality_mixing`).
 
     Args:
@@ -55,7 +55,7 @@ def initial_cross_mixing(layout: BlockLayout, context_layout: BlockLayout, init:
 
 
 class DenseCrossCoefficients(FreeCoefficients):
-    """Dense mixing coefficients of cross-attention: one free coefficient for each query block and each block of the context.
+    """Dense mixing coefficients of cross-attention, with a free coefficient for each query block and each context block.
 
     Args:
         layout: token grid of the queries and its partition into Mq blocks.
@@ -115,7 +115,7 @@ class DenseCrossCoefficients(FreeCoefficients):
 
 
 class ExponentialCrossCoefficients(ExponentialCoefficients):
-    """Exponential mixing coefficients of cross-attention: a sum of exponentials of the distance between scaled block positions.
+    """Exponential mixing coefficients of cross-attention, which are sums of exponentials of the distance between blocks.
 
     Block i of the queries is at position ``(i + 1/2) s - 1/2`` along an axis, in blocks of the context. For grids, s is the
     number of context blocks divided by the number of query blocks, so that both grids have the same ends. For sequences, whose
@@ -132,8 +132,8 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
         min_decay: smallest decay per block of the context, from 1e-5 to 2.5.
 
     Raises:
-        ValueError: if the grids have different numbers of axes or prefix tokens, ``init`` is unknown, ``terms`` is below 1, or
-            ``min_decay`` is out of range.
+        ValueError: if the grids differ in the number of axes or have prefix tokens, ``init`` is unknown, ``terms`` is below 1,
+            or ``min_decay`` is out of range.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
 
 
 def _products(factors: Sequence[Tensor]) -> Tensor:
-    """Multiply weights along each axis of a grid to weights between all pairs of blocks, in row-major order.
+    """Compute the products of weights along the axes of a grid, for all pairs of blocks in row-major order.
 
     Args:
         factors: for each axis, weights ``[..., queries, keys]`` between the positions of query blocks and key blocks.

@@ -46,12 +46,16 @@ class LearnedFeatures(nn.Module):
             weight.copy_(torch.eye(width, device=weight.device) * width**-0.25)
 
     def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the features of queries and keys, both ``[B, N, H, Dk]``.
+        """Compute the features of queries and keys.
+
+        Args:
+            q: queries, ``[B, N, H, Dk]``.
+            k: keys, ``[B, N, H, Dk]``.
 
         Returns:
-            Three tensors, in float32, or in float64 for float64 inputs: the features of the queries, ``[B, N, H, 2 Dk]``,
-            divided by the largest feature of each query; the logarithm of this divisor, ``[B, N, H]``; and the features of the
-            keys, ``[B, N, H, 2 Dk]``.
+            Three tensors in float32 (float64 for float64 inputs): the features of the queries, ``[B, N, H, 2 Dk]``, divided by
+            the largest feature of each query; the logarithm of this divisor, ``[B, N, H]``; and the features of the keys,
+            ``[B, N, H, 2 Dk]``.
         """
         wide = torch.promote_types(q.dtype, torch.float32)
         with without_autocast(q.device.type):
@@ -69,8 +73,8 @@ class LearnedFeatures(nn.Module):
 def elu_plus_one(x: Tensor) -> Tensor:
     """Compute ``elu(x) + 1``, which is ``x + 1`` for positive x and ``exp(x)`` otherwise, in the full precision of the dtype.
 
-    ``F.elu(x) + 1`` loses precision where ``exp(x)`` is small. In float32 it returns 0 for x below -17, in bfloat16 for x below
-    -6.
+    ``F.elu(x) + 1`` loses precision where ``exp(x)`` is small. It returns 0 for x below -17 in float32, and below -6 in
+    bfloat16.
     """
     # masked first, so that a large x makes neither an infinite exponential nor NaN of its gradient; clamp has none at 0
     return F.relu(x) + x.masked_fill(x > 0, 0).exp()

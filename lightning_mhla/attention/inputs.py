@@ -21,7 +21,7 @@ UNHANDLED = {
 """Error message, with a remedy, for each input that a kind of attention may not support."""
 
 OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
-"""Names of the optional inputs. A kind of attention supports those that its attribute ``handles`` contains."""
+"""Names of the optional inputs. A kind of attention lists the ones that it supports in its attribute ``handles``."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class AttentionInputs:
 
     @property
     def given(self) -> list[str]:
-        """Names of those optional inputs (``key_mask``, ``rotary``, ``cu_seqlens``, ``share``) that are not None."""
+        """Names of the inputs among ``key_mask``, ``rotary``, ``cu_seqlens`` and ``share`` that are not None."""
         return [name for name in OPTIONAL if getattr(self, name) is not None]
 
     def repeated(self, repeats: int) -> AttentionInputs:

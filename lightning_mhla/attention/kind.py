@@ -51,11 +51,11 @@ class AttentionKind(nn.Module):
     unused: ClassVar[tuple[str, ...]] = ()
     """Options of :class:`AttentionConfig` that have no effect on this kind. If some of them are set, the log names them."""
     fixed: ClassVar[dict[str, Any]] = {}
-    """Values of options of :class:`AttentionConfig` that replace those of the configuration."""
+    """Fixed values of options of :class:`AttentionConfig`, which replace the values in the configuration."""
     uses_blocks: ClassVar[bool] = False
     """Whether the kind divides tokens into blocks, so that its configuration needs ``block_grid`` or ``block_size``."""
     mixes_prefix: ClassVar[bool] = True
-    """Whether prefix tokens form a block with mixing coefficients. If so, all images must have the same number of blocks."""
+    """Whether prefix tokens form a block with mixing coefficients, so that all images must have equally many blocks."""
     causal_only: ClassVar[bool] = False
     """Whether the kind cannot attend to later tokens, so that images and video cannot use it."""
     block_causal: ClassVar[bool] = False
@@ -85,10 +85,9 @@ class AttentionKind(nn.Module):
             causal: whether the layer is causal, or ``"block"`` for a block-causal layer.
 
         Raises:
-            ValueError: if the configuration names a different kind, the kind supports only causal attention but the layer is
-                not causal, the kind does not support block-causal attention but the layer has it, a causal layer has ``lepe``,
-                prefix tokens or a grid with more than one axis, a block-causal layer has uneven blocks, or ``causal`` is
-                neither a bool nor ``"block"``.
+            ValueError: if ``causal`` is neither a bool nor ``"block"``, the configuration names a different kind, or the kind
+                does not support the layer's causality. Also if a causal layer has ``lepe``, prefix tokens or a grid with more
+                than one axis, or a block-causal layer has uneven blocks.
         """
         if causal not in (False, True, "block"):
             raise ValueError(f"causal={causal!r} must be True, False or 'block'")
@@ -126,7 +125,7 @@ class AttentionKind(nn.Module):
         return options
 
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Convert projected heads to inputs of :meth:`attend`: repeat keys and values to the number of query heads.
+        """Convert projected heads to inputs of :meth:`attend`, by repeating keys and values for every query head.
 
         A kind that supports fewer key heads than query heads overrides this method and returns ``inputs`` unchanged.
         """

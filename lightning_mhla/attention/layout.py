@@ -158,7 +158,7 @@ class BlockLayout:
 
     @cached_property
     def order(self) -> Tensor:
-        """Raster index of the token at each position in block order: ``[N]`` int64 on the CPU."""
+        """Index in raster order of the token at each position in block order: ``[N]`` int64 on the CPU."""
         block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
             along = torch.bucketize(
@@ -170,7 +170,7 @@ class BlockLayout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """Position of each token in block order, listed in raster order: ``[N]`` int64 on the CPU."""
+        """Position in block order of each token, with tokens listed in raster order: ``[N]`` int64 on the CPU."""
         return self.order.argsort()
 
     @cached_property
@@ -205,6 +205,8 @@ class BlockLayout:
 
     def place(self, device: torch.device, gaps: bool = True) -> Placement:
         """Compute the permutation of the tokens from raster order to block order, for use in a compiled graph.
+
+        If the layout has ``block_size``, the two orders are equal, and there is no permutation.
 
         Args:
             device: device of the tokens.
@@ -256,7 +258,7 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """Compute the slot of each token in the padded blocks, listed in raster order without the prefix tokens: ``[N]`` int64.
+        """Compute the slot of each token in the padded blocks, ``[N]`` int64, in raster order without prefix tokens.
 
         Args:
             sizes: number of slots of a padded block along each axis.
@@ -281,7 +283,7 @@ class LayoutTables(nn.Module):
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Compute this module's buffers from the token layout, on the CPU, and return them by name."""
+        """Compute this module's buffers from the token layout, on the CPU, and return them by name. Subclasses implement it."""
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

@@ -70,7 +70,7 @@ class LocalPositionalEncoding(LayoutTables):
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
 
     def _placed(self, v: Tensor, placement: Placement) -> Tensor:
-        """Convolve values in block order, where blocks may contain padding. The outputs of padding are arbitrary."""
+        """Convolve values ``[B, S, channels]`` in the order of ``placement``. Outputs in padding slots are arbitrary."""
         layout, order, inverse = placement.layout, placement.order, placement.inverse
         prefix = layout.prefix_tokens
         tokens = v[:, prefix:] if inverse is None else v.index_select(1, inverse[prefix:])
@@ -82,7 +82,7 @@ class LocalPositionalEncoding(LayoutTables):
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the vectors of tokens with those of hidden tokens replaced by zeros. The argument is not modified.
+    """Return the vectors of tokens with zeros for hidden tokens. The argument is not modified.
 
     Args:
         out: vectors of the tokens, ``[B, N, ...]``.

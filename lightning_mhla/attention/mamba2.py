@@ -68,6 +68,9 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
         """Return the numbers of query (C), key (B) and value (x) heads that the input projection computes.
 
         C and B have ``groups`` heads. A layer without its own projections ignores this option.
+
+        Raises:
+            ValueError: if ``groups`` does not divide the number of heads.
         """
         if not self.projects:
             return super().projected_heads()

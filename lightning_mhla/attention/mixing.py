@@ -1,7 +1,7 @@
-"""Modules for mixing coefficients of MHLA: initial values, bounds, and resizing to a different number of blocks.
+"""Modules for the mixing coefficients of MHLA, with initial values, bounds, and resizing to a different number of blocks.
 
-The module contains both parametrizations, dense and exponential, because their bounds and resizing correspond. It is therefore
-longer than others.
+This module is longer than others because it contains both parametrizations, dense and exponential, which share bounds and
+resizing.
 """
 
 from __future__ import annotations
@@ -37,6 +37,14 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
     the range, and its gradient has the opposite sign, so that later steps lead back. Two alternatives are worse. With
     ``torch.clamp``, the gradient outside the range is zero, so a parameter would stay there. A rule that depends on the sign of
     the gradient is not linear, so its result would depend on how the gradient is summed over batches or processes.
+
+    Args:
+        values: tensor of any shape.
+        low: lower bound.
+        high: upper bound.
+
+    Returns:
+        Values within the bounds, in the shape of ``values``.
     """
     width = high - low
     beyond = (values - low).remainder(2 * width)
@@ -120,6 +128,8 @@ class MixingCoefficients(nn.Module):
     def resize(self, block_grid: tuple[int, ...]) -> None:
         """Resize the parameters to a different number of blocks along each axis.
 
+        They may be replaced with new objects, so optimizers must be built afterwards.
+
         Args:
             block_grid: new number of blocks along each axis.
         """
@@ -142,7 +152,10 @@ class MixingCoefficients(nn.Module):
         raise NotImplementedError
 
     def extend(self, blocks: int) -> None:
-        """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change."""
+        """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change.
+
+        Parameters may be replaced with new objects, so optimizers must be built afterwards.
+        """
         raise NotImplementedError
 
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
@@ -168,11 +181,11 @@ class MixingCoefficients(nn.Module):
 
 
 class FreeCoefficients(MixingCoefficients):
-    """Base class of dense mixing coefficients: one free coefficient for each pair of blocks.
+    """Base class of dense mixing coefficients, with one free coefficient for each pair of blocks.
 
     Args:
-        start: initial coefficients, ``[Mq, Mk]`` for Mq query blocks and Mk key blocks; those outside the bounds are set to the
-            nearest bound.
+        start: initial coefficients, ``[Mq, Mk]`` for Mq query blocks and Mk key blocks. They are clamped to the bounds, 1e-5
+            and 1.
         heads: number of heads, each with its own coefficients; None for coefficients shared by all heads.
         trainable: whether the coefficients are trained.
     """
@@ -199,7 +212,7 @@ class FreeCoefficients(MixingCoefficients):
 
 
 class DenseCoefficients(FreeCoefficients):
-    """Dense mixing coefficients: one free coefficient for each pair of blocks.
+    """Dense mixing coefficients of self-attention, with one free coefficient for each pair of blocks.
 
     Args:
         layout: token grid and its partition into blocks.
@@ -307,7 +320,7 @@ class DenseCoefficients(FreeCoefficients):
 
 
 class ExponentialCoefficients(MixingCoefficients):
-    """Exponential mixing coefficients: a sum of exponentials of the distance between blocks.
+    """Exponential mixing coefficients, which are sums of exponentials of the distance between blocks.
 
     The cost of attention with these coefficients is linear in the number of blocks.
 
@@ -426,7 +439,15 @@ class ExponentialCoefficients(MixingCoefficients):
         return bounded(decay, self.min_decay, LARGEST_DECAY)
 
     def _rescaled(self, decay: Tensor, block_grid: tuple[int, ...]) -> Tensor:
-        """Rescale decays per block to a different block grid, keeping the decay over the full length of each axis."""
+        """Rescale decays per block to a different block grid, so that the decay over the full length of an axis is the same.
+
+        Args:
+            decay: decays per block of the present grid.
+            block_grid: new number of blocks along each axis.
+
+        Returns:
+            Decays in the shape of ``decay``, which may be out of bounds.
+        """
         grid = (self.blocks,) if self.grid is None else self.grid
         scale = decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
         return self._inside(decay) * (scale[0] if self.grid is None else scale)
@@ -458,7 +479,8 @@ def for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
         parameter: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
-        Converted values; None if both have a head axis but different numbers of heads.
+        Converted values; None if both are three-dimensional with different numbers of heads. Two tensors with at most two axes
+        each are not compared, and ``values`` is returned.
     """
     if values.dim() < parameter.dim():
         return values.expand(parameter.shape[0], *values.shape).clone()

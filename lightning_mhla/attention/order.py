@@ -52,7 +52,7 @@ class TokenOrder(LayoutTables):
 
     @staticmethod
     def operator_layout(layout: BlockLayout) -> BlockLayout:
-        """Return a layout of the same grid, with blocks chosen so that block order is the order that this class produces."""
+        """Return a layout of the same grid whose block order is the order that this class produces. Subclasses implement it."""
         raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""Output stage of an attention layer, before the output projection: norm, local positional encoding and gate."""
+"""Steps of an attention layer between attention and output projection: norm, local positional encoding and gate."""
 
 from __future__ import annotations
 
@@ -56,6 +56,9 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
         x: tokens, ``[B, N, dim]``.
         gate: projection from tokens to the features of ``out``; None to return ``out`` unchanged.
         activation: ``"silu"`` or ``"identity"``.
+
+    Returns:
+        ``[B, N, H * Dv]``.
     """
     if gate is None:
         return out

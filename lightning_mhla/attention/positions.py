@@ -30,7 +30,7 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
     def turn(self, x: Tensor, feature_map: Literal["identity", "relu"] = "identity") -> Tensor:
-        """Apply a feature map to queries or keys ``[B, N, H, D]``, then rotate them by the angles."""
+        """Apply a feature map to queries or keys ``[B, N, H, D]``, rotate them by the angles, and return the result."""
         return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
 
     def select(self, order: Tensor) -> Rotary:
@@ -39,10 +39,17 @@ class Rotary(NamedTuple):
 
 
 def rotary_frequencies(width: int, base: float, device: torch.device | str = "cpu") -> Tensor:
-    """Return the rotation angle per token, in radians, of each pair of a head's features.
+    """Return the angle in radians by which each pair of a head's features is rotated per token.
 
-    The angle of pair i is ``base^(-2 i / width)``, where ``width`` is the number of features. The result is ``[width / 2]``
-    float64.
+    The angle of pair i is ``base^(-2 i / width)``.
+
+    Args:
+        width: number of features of a head, even.
+        base: base of the geometric series of frequencies.
+        device: device of the result.
+
+    Returns:
+        ``[width / 2]`` float64.
     """
     return base ** -(torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
 
@@ -50,7 +57,7 @@ def rotary_frequencies(width: int, base: float, device: torch.device | str = "cp
 def rotary_angles(positions: Tensor, width: int, base: float = 10_000.0) -> Rotary:
     """Compute the rotary angles of tokens from their positions (RoFormer, arXiv 2104.09864, equation 15).
 
-    Each pair i of the D features of a head is rotated by ``position * base^(-2 i / D)``, in radians.
+    Features i and i + D / 2 of a head are rotated as a pair, by ``position * base^(-2 i / D)`` radians.
 
     Args:
         positions: positions of the tokens, ``[N]`` or ``[B, N]`` integers.
@@ -130,7 +137,7 @@ def next_positions(lengths: Sequence[int], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PositionLimit:
-    """Limit on rotary positions. Queries and keys at later positions are rotated back to the last position within the limit.
+    """Limit on rotary positions, beyond which queries and keys are rotated back to the last position within the limit.
 
     A model that was trained on texts of up to L tokens has never seen a query or key at a later position, or a token at a
     larger distance. StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache for the same reason.
@@ -147,7 +154,7 @@ class PositionLimit:
     def apply(
         self, *tensors: Tensor, lengths: Sequence[int] = (), cu_seqlens: Tensor | Sequence[int] | None = None
     ) -> tuple[Tensor, ...]:
-        """Rotate queries or keys at positions beyond the limit back to the last position within it. Others do not change.
+        """Rotate queries or keys at positions beyond the limit back to the last position within it.
 
         Args:
             tensors: queries or keys after rotary embedding, ``[B, N, H, D]`` each.
@@ -256,7 +263,7 @@ class GridRotary(LayoutTables):
 
         Args:
             x: tokens; the angles are moved to their device.
-            *others: ignored. :meth:`SequenceRotary.of_tokens` needs them, and callers call both methods in the same way.
+            *others: ignored; accepted so that callers can pass the arguments of :meth:`SequenceRotary.of_tokens`.
         """
         cos, sin = self.cos.to(x.device), self.sin.to(x.device)  # the tables of a model on the meta device are real
         return Rotary(cos, sin, interleaved=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 class Projections(NamedTuple):
     """Input and output projections of an attention layer.
 
-    They are the layer's own, or those of an attention module that the layer replaces in a pretrained model (see
+    They belong to the layer itself, or to an attention module that the layer replaces in a pretrained model (see
     :mod:`lightning_mhla.swap`).
 
     Attributes:
@@ -33,6 +33,9 @@ class Projections(NamedTuple):
             x: tokens ``[B, S, dim]`` in the order in which attention processes them.
             raster: tokens ``[B, N, dim]`` in the order of the layer's input.
             order: ``[S]``, index in ``raster`` of each token of ``x``; None if the orders are equal.
+
+        Returns:
+            Queries ``[B, S, H, Dk]``, keys ``[B, S, Hkv, Dk]`` and values ``[B, S, Hkv, Dv]``.
         """
         if order is None or not self.in_raster:
             return self.split(x)
@@ -44,7 +47,7 @@ class Projections(NamedTuple):
 def check_heads(
     dim: int, heads: int, key_value_heads: int, key_width: int | None = None, value_width: int | None = None
 ) -> None:
-    """Check that the numbers of heads fit each other and the width of the tokens.
+    """Check that the numbers of heads are compatible with each other and with the width of the tokens.
 
     Args:
         dim: width of the tokens.
@@ -54,7 +57,8 @@ def check_heads(
         value_width: width of a value; None for ``dim // heads``.
 
     Raises:
-        ValueError: if ``key_value_heads`` does not divide ``heads``, or a width is None and ``heads`` does not divide ``dim``.
+        ValueError: if a number of heads is not positive, ``key_value_heads`` does not divide ``heads``, or a width is None and
+            ``heads`` does not divide ``dim``.
     """
     if heads < 1 or key_value_heads < 1:
         raise ValueError(f"heads={heads} and key_value_heads={key_value_heads} must be positive")

@@ -105,8 +105,8 @@ class Operands(NamedTuple):
     def hide(self, real: Tensor | None) -> Operands:
         """Return a copy with keys, values and gates set to zero where ``real`` is False.
 
-        These tokens leave the state unchanged: a zero key and value add nothing to it, and it does not decay, because decays
-        are given as logarithms.
+        These tokens leave the state unchanged. A zero key and value add nothing to it, and it does not decay, because decays
+        are stored as logarithms.
 
         Args:
             real: ``[B, N]`` bool, False for tokens to hide; None to hide no token.
@@ -121,7 +121,7 @@ class Operands(NamedTuple):
 
 
 class RecurrentAttention(Attention):
-    """Base class of attention with a recurrent state, which decays before each token is added to it.
+    """Base class of attention layers with a recurrent state, which decays before each token is added to it.
 
     Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Hidden
     tokens leave the state unchanged. The output of each head is normalized by an RMSNorm and multiplied by SiLU of a projection
@@ -130,7 +130,7 @@ class RecurrentAttention(Attention):
 
     Raises:
         ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. Use :meth:`AttentionConfig.at_layer` to
-            replace it by ``"forward"`` or ``"backward"`` in each layer.
+            replace this value with ``"forward"`` or ``"backward"`` in each layer.
     """
 
     Options: ClassVar[type] = RecurrentOptions
@@ -216,7 +216,7 @@ class RecurrentAttention(Attention):
 
         Args:
             inputs: inputs of the layer.
-            values: values ``[B, N, H, D]`` to use instead of those of ``inputs``; None to use those of ``inputs``.
+            values: values ``[B, N, H, D]`` of the recurrence; None to compute them from ``inputs``.
         """
         positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
         operands = self._prepared(inputs, inputs.key_mask, None, positions)
@@ -315,7 +315,7 @@ class RecurrentAttention(Attention):
 
 
 def _turned_round(inputs: AttentionInputs) -> AttentionInputs:
-    """Return the inputs with the order of the tokens reversed, including mask, rotary angles and sequence bounds."""
+    """Return attention inputs with the tokens in reverse order, and mask, rotary angles and sequence bounds to match."""
     x, q, k, v = (tensor.flip(1) for tensor in (inputs.x, inputs.q, inputs.k, inputs.v))
     mask, rotary = inputs.key_mask, inputs.rotary
     mask = None if mask is None else mask.flip(1)

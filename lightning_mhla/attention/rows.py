@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def real_mask(attention_mask: Tensor | None, x: Tensor) -> Tensor:
-    """Compute the mask of the tokens in ``x`` that are not padding, ``[B, N]`` bool, False for padding.
+    """Compute a mask of the tokens in ``x``, ``[B, N]`` bool, False for padding.
 
     Args:
         attention_mask: ``[B, columns]`` of any dtype, 0 or False for padding. The last N columns belong to ``x``, earlier

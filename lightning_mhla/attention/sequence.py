@@ -64,7 +64,7 @@ class SequenceShare:
 
     @property
     def weight(self) -> float:
-        """Weight for a mean over the tokens of this process.
+        """Factor on a mean over the tokens of this process, in proportion to their number.
 
         The average of the weighted means of all processes is the mean over all tokens.
         """
@@ -75,10 +75,10 @@ class SequenceShare:
         return sequences[:, self.start : self.end]
 
     def agree(self, *batch: Tensor) -> None:
-        """Overwrite tensors, in place, with those of the first process of the group.
+        """Overwrite tensors, in place, with the tensors of the first process of the group.
 
         All processes then work on the same sequences, even if one of them skipped a broken sample or reads different data. Each
-        process of the group must call this method.
+        process of the group must call this method, with tensors of the same shapes.
         """
         for tensor in batch:
             dist.broadcast(tensor, group=self.group, group_src=0)

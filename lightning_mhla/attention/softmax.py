@@ -51,8 +51,8 @@ class KeyValueState:
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
         """Append new keys and values, and return the new state.
 
-        The keys and values are written into the existing buffers. If these are too small, they are first copied into new
-        buffers of at least twice the size.
+        They are written into the existing buffers, which the new state shares with this one. If the buffers are too small, they
+        are first copied into new buffers of at least twice the size.
 
         Args:
             keys: new keys, ``[B, N, Hkv, Dk]``.
@@ -114,7 +114,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         """Compute the outputs of this process's tokens in causal sequences that are distributed over processes.
 
         Keys and values are gathered from all processes, and their gradients are summed in float32. If PyTorch has no fused
-        kernel for these inputs, PyTorch builds a mask over all pairs of a local query and a gathered key.
+        kernel for these inputs, it builds a mask over all pairs of a local query and a gathered key.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
@@ -171,9 +171,13 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return 2.0 * self.heads * pairs * (self.key_width + self.value_width)
 
     def _scaled(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        """Compute softmax attention ``[B, N, H, Dv]`` with PyTorch's ``scaled_dot_product_attention`` and its ``options``.
+        """Compute softmax attention ``[B, N, H, Dv]`` with PyTorch's ``scaled_dot_product_attention``.
 
-        Keys and values may have fewer heads than queries.
+        Args:
+            q: queries, ``[B, N, H, Dk]``.
+            k: keys, ``[B, M, Hkv, Dk]``; Hkv divides H.
+            v: values, ``[B, M, Hkv, Dv]``.
+            **options: keyword arguments of ``scaled_dot_product_attention``, such as ``attn_mask``.
         """
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         grouped = self.heads != self.key_value_heads
@@ -202,15 +206,17 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @property
     def block_tokens(self) -> int:
-        """Number of tokens that see each other in causal attention: those of a block in block-causal attention, otherwise 1."""
+        """Number of consecutive tokens that attend to each other in causal attention: a block if block-causal, otherwise 1."""
         return int(self.layout.operator_blocks["block_size"]) if self.causal == "block" else 1
 
     def _is_earlier(self, key: Tensor, query: Tensor) -> Tensor:
-        """Compare positions: True where a key is in the block of a query or in an earlier one, as causal attention requires.
+        """Return a mask of keys that are in the block of a query or in an earlier block, as causal attention requires.
+
+        In causal attention that is not block-causal, every token counts as a block.
 
         Args:
             key: positions of keys in the sequence, integers of any shape.
-            query: positions of queries, in a shape that broadcasts with that of ``key``.
+            query: positions of queries, in a shape that can be broadcast with the shape of ``key``.
 
         Returns:
             Bool tensor in the broadcast shape.

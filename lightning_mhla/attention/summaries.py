@@ -1,4 +1,4 @@
-"""Base class of the kinds of attention that read key-value summaries of blocks, such as mhla and linear."""
+"""Base class of kinds of attention that read key-value summaries of blocks, such as mhla and linear."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention with rotary embedding in the weights, but not in the normalizer that divides them."""
+        """Compute attention whose weights include rotary embedding, but whose normalizer does not, ``[B, N, H, Dv]``."""
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")

@@ -1,4 +1,4 @@
-"""MHLA with a softmax window: softmax attention to near tokens and mixed summaries of distant blocks, normalized together."""
+"""MHLA with a softmax window, which combines softmax attention to near tokens with mixed summaries of distant blocks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class WindowOptions:
 
 
 class WindowedMHLA(MHLA, kind="mhla_window"):
-    """Attention layer with softmax attention to near tokens and MHLA for all other tokens.
+    """Attention layer that reads near tokens by softmax attention and all other tokens by MHLA.
 
     In causal attention, the near tokens are in the current block and the previous one. Otherwise they are in the current block
     and in the blocks next to it, along each axis and diagonally. Sinks, the first tokens of a sequence or the prefix tokens of

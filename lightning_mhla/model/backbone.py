@@ -35,9 +35,9 @@ class Backbone(LayoutTables):
         depth: number of transformer blocks.
         heads: number of attention heads.
         grid: number of tokens along each axis.
-        attention: one configuration for all layers, or one for each (their block layouts must agree).
+        attention: one configuration for all layers, or a list with one for each layer, which must agree in their blocks.
         prefix_tokens: number of tokens before the grid (class or register tokens).
-        drop_path: stochastic depth rate of the last transformer block; the rate rises linearly from 0 at the first.
+        drop_path: stochastic depth rate of the last transformer block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute each transformer block in the backward pass instead of keeping its activations.
         block: class of the transformer blocks.
         mlp_ratio: inner width of the MLPs divided by ``dim``.
@@ -190,7 +190,7 @@ class Backbone(LayoutTables):
             x: next tokens, ``[B, N, dim]``; tokens of a row beyond its count are padding.
             cache: states of the earlier tokens, updated in place.
             counts: number of tokens in each row that are not padding.
-            positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None for those that follow the cache.
+            positions: positions of the rotary embedding, ``[N]`` or ``[B, N]``; None to continue after the cached tokens.
             states: list to which the input of each block and the final output are appended, ``[B, N, dim]`` each; None to
                 append nothing.
 
@@ -212,7 +212,10 @@ class Backbone(LayoutTables):
 
         Args:
             group: process group.
-            tokens: number of tokens in a sequence.
+            tokens: number of tokens in a complete sequence.
+
+        Raises:
+            ValueError: if the sequence has fewer blocks than the group has processes.
         """
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
@@ -234,10 +237,10 @@ class Backbone(LayoutTables):
         return min((limit for limit in limits if limit is not None), default=None)
 
     def extend(self, tokens: int) -> None:
-        """Extend a causal backbone to longer sequences; its results for shorter ones stay the same.
+        """Extend a causal backbone to longer sequences. Outputs for shorter sequences stay the same.
 
         Args:
-            tokens: number of tokens in the longest sequence.
+            tokens: number of tokens in the longest sequence. A number below the present limit has no effect.
         """
         if tokens <= self.layout.num_tokens:
             return
@@ -246,7 +249,7 @@ class Backbone(LayoutTables):
         self.layout = self.layers[0].attn.layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
-        """Compute the rotary angles of positions for all layers that rotate by sequence position, once for each rotary base.
+        """Compute rotary angles for all layers that rotate by sequence position, once for each rotary base.
 
         Args:
             positions: positions of the tokens, ``[N]`` or ``[B, N]``.

@@ -1,4 +1,4 @@
-"""One layer of the backbone: attention and an MLP, each after a norm."""
+"""Transformer block of the backbone, which consists of attention and an MLP."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def _keep(factors: tuple[Tensor, ...] | None, branch: int, x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Transformer layer: self-attention, optional cross-attention and an MLP, each after a norm and with a residual connection.
+    """Transformer block with self-attention, optional cross-attention and an MLP, each with a norm and a residual connection.
 
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        layout: token grid and its partition into attention blocks, the groups of tokens that attention works with.
+        layout: token grid and its partition into attention blocks, which are groups of tokens.
         attention: configuration of the self-attention.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.

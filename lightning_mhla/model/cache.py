@@ -1,4 +1,4 @@
-"""State of a model between the steps of autoregressive generation: one state for each layer."""
+"""State of a model between the steps of autoregressive generation, with one entry for each layer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 class GenerationCache:
     """Generation states of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens are generated.
 
-    The states of mhla and linear attention do not grow with every token; those of softmax attention do, since they hold all
-    keys and values.
+    The state of a linear attention layer has a constant size. The state of an mhla layer with dense mixing grows by one summary
+    per block, and the state of a softmax layer by one key and value per token.
+
+    Args:
+        depth: number of layers.
 
     Attributes:
         layers: list with the generation state of the attention in each layer; all entries are None before the first token.
@@ -39,7 +42,7 @@ class GenerationCache:
         return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Keep a selection of the batch's rows, for example the surviving beams of a beam search.
+        """Keep only some rows of the batch, in place, for example the surviving beams of a beam search.
 
         Args:
             rows: indices of rows; an index may occur several times.

@@ -1,4 +1,4 @@
-"""Conversion of size options to numbers: width, depth and heads of a model, height and width of an image."""
+"""Conversion of size options to the width, depth and heads of a model, or to the height and width of an image."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ def model_shape(
         named: published sizes by name.
         size: name of a published size; None if the three numbers are given.
         dim: width of the tokens.
-        depth: number of blocks.
+        depth: number of transformer blocks.
         heads: number of attention heads.
 
     Raises:
-        ValueError: if the name is unknown, or if both or neither of name and numbers are given.
+        ValueError: if the name is unknown, if a name and a number are given, or if there is no name and a number is missing.
     """
     if size is not None:
         if size not in named:

@@ -54,7 +54,7 @@ class ChunkedInputs(NamedTuple):
         """Divide a tensor into the same M chunks of C tokens as ``q``, and convert it to the dtype of ``q``.
 
         Args:
-            x: one number per token and head, ``[B, N, H]``, or D numbers, ``[B, N, H, D]``.
+            x: tensor with one entry per token and head, ``[B, N, H]``, or with D entries, ``[B, N, H, D]``.
 
         Returns:
             ``[B, H, M, C]`` for ``[B, N, H]``, and ``[B, H, M, C, D]`` for ``[B, N, H, D]``.
@@ -83,8 +83,8 @@ def check(
         ``cu_seqlens`` as a list of integers; None for one sequence in each row.
 
     Raises:
-        ValueError: if shapes do not match, ``cu_seqlens`` does not rise from 0 to N, or packed sequences are in more than one
-            row.
+        ValueError: if shapes do not match, ``cu_seqlens`` decreases or does not run from 0 to N, or packed sequences are in
+            more than one row.
     """
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
@@ -106,7 +106,7 @@ def check_bounds(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> list[int]:
         q: queries, ``[B, N, H, Dk]``.
 
     Raises:
-        ValueError: if the bounds do not rise from 0 to N, or if B is not 1.
+        ValueError: if the bounds decrease or do not run from 0 to N, or if B is not 1.
     """
     bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
     if len(q) != 1:

@@ -1,4 +1,4 @@
-"""Decay weights between the tokens of a chunk, without overflow or cancellation for decays of any strength.
+"""Decays between the tokens of a chunk, computed without overflow or cancellation for decays of any strength.
 
 A chunk is divided into two halves, each half again into two halves, and so on. The decay between a token in a first half and a
 token in the second half of the same pair is the product of two factors. One is the decay from the earlier token to the end of
@@ -25,7 +25,7 @@ def decay_weights(log_decay: Tensor) -> Tensor:
         log_decay: logarithm of the decay at each of the C tokens of a chunk, at most 0, ``[..., C]``.
 
     Returns:
-        ``[..., C, C]``: entry (i, j) is ``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, and 0 for ``j > i``.
+        ``[..., C, C]``. Entry (i, j) is ``exp(log_decay[j + 1] + ... + log_decay[i])`` for ``j <= i``, and 0 for ``j > i``.
     """
     return _DecayWeights.apply(log_decay)
 
@@ -156,10 +156,10 @@ def _below(products: Tensor, half: int) -> Tensor:
 
 
 def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Iterate over the divisions of a chunk into sections that consist of two halves of 1, 2, 4, ... tokens each.
+    """Iterate over divisions of a chunk into sections of two halves, with 1, 2, 4, ... tokens in a half.
 
     Args:
-        log_decay: logarithm of the decay of each feature at each of C tokens, ``[..., C, D]``.
+        log_decay: logarithm of the decay of each feature at each of C tokens, ``[..., C, D]``, where C is a power of two.
 
     Yields:
         Three values: the number of tokens in a half; for each second half, the decay from its start to each of its tokens; and
