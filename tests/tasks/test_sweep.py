@@ -21,6 +21,7 @@ from grouped import grouped
 from mhla_tasks.commandline import registry
 from mhla_tasks.tools import sweep
 from mhla_tasks.tools.comparison.runs import flat
+from mhla_tasks.tools.run_checks import CheckedRun
 from processes import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,12 @@ def config(folder: Path, **trainer: Any) -> str:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(kept))
     return str(path)
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the check of options, for sweeps whose options are invented."""
+    monkeypatch.setattr(sweep, "find_problem", lambda runs, here: None)
 
 
 @pytest.fixture
@@ -120,12 +127,89 @@ def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ["--config", config(tmp_path), "--trainer.max_steps=1", "--run_dir=runs"]
+    monkeypatch.setattr(sweep, "find_problem", lambda runs, here: None)  # as if a file was changed after the check
     assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 2
     assert len(trained) == 1
     monkeypatch.setattr(sweep, "run_command", lambda command, output: int("=1" in command[-1]))
     Path("runs/nope=2").mkdir(parents=True)
     assert sweep.run(["fit", *words, "--sweep", "model.init_args.nope=1,2"]) == 1
     assert "failed: nope=1; the same command tries them again" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            ["model.init_args.attention.kind=mhla,linear,mlha"],
+            r"runs/kind=mlha: attention kind 'mlha' is not .*no run was started",
+        ),
+        (["model.init_args.training.optimizer.lr=1e-3,1e-4,fast"], r"runs/lr=fast: .*lr=fast.*float"),
+        (["model.init_args.dim=16,33"], r"runs/dim=33: .*33"),
+        (["model.init_args.depht=1,2"], r"runs/depht=1: .*did you mean .*depth\?; 2 of 2 runs have an error"),
+        (
+            [f"model.init_args.training.optimizer.warmup_{unit}" for unit in ("epochs=1", "steps=0,5")],
+            r"runs/warmup_epochs=1,warmup_steps=5: give warmup_epochs=1.0 or warmup_steps=5, not both",
+        ),
+        (["model.init_args.training.optimizer.lr=1e-3,0.001"], r"runs/lr=0\.001: has the same options as lr=1e-3"),
+        (["trainer.precision=32,bf61"], r"runs/precision=bf61: .*bf61"),
+        (["trainer.devices=1,nine"], r"runs/devices=nine: .*--trainer\.devices takes a number above 0"),
+        (["trainer.accumulate_grad_batches=1,0"], r"runs/accumulate_grad_batches=0: .*=0 must be at least 1"),
+        (["config=config.yaml,other.yaml"], r"runs/config=other\.yaml: --config=other\.yaml: the file does not exist"),
+    ],
+    ids=lambda value: value[0].split("=")[0] if isinstance(value, list) else "",
+)
+def test_values_of_all_runs_are_checked_before_the_first_one_starts(
+    values: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "find_problem", in_fork)
+    words = [f"--config={config(tmp_path)}", *(f"--sweep={value}" for value in values)]
+    assert sweep.run(["fit", *words, "--run_dir=runs"]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is written"
+
+
+def in_fork(runs: list[Any], here: bool) -> str | None:
+    """Check runs in a process without startup time."""
+    program = (
+        "import json, sys; from mhla_tasks.tools import dry_runs, run_checks; "
+        "runs = [run_checks.CheckedRun(**run) for run in json.loads(sys.argv[1])]; "
+        "print('\\x1e' + json.dumps(dry_runs.check_runs(runs, sys.argv[2] == 'True')))"
+    )
+    words = json.dumps([{"folder": run.folder, "words": run.words} for run in runs])
+    status, said = fork_server().program(program, words, str(here), folder=Path.cwd())
+    assert status == 0, said
+    problem: str | None = json.loads(said.rpartition("\x1e")[2].splitlines()[0])
+    return problem
+
+
+def test_missing_data_is_an_error_only_where_the_runs_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards of a cluster may lie on the disks of its nodes."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shards").mkdir()
+    configuration = str(ROOT / "configs/classification/deit_t_imagenet.yaml")
+    runs = [
+        CheckedRun(f"runs/{name}", [f"--config={configuration}", f"--data.train={name}", "--data.val=shards"])
+        for name in ("shards", "http://localhost/train-{0..9}.tar", "shard-{000..009}.tar")
+    ]
+    assert in_fork(runs, here=False) is None
+    assert str(in_fork(runs, here=True)).startswith(
+        "runs/shard-{000..009}.tar: data.train: shard-000.tar does not exist; give"
+    )
+
+
+def test_a_folder_of_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/two").mkdir(parents=True)
+    (tmp_path / "runs/two/thesis.tex").touch()
+    runs = [
+        CheckedRun(f"runs/{name}", [f"--config={config(tmp_path)}", f"--run_dir={name}"]) for name in ("one", "two")
+    ]
+    assert "runs/two: --run_dir=runs/two: the folder is not that of a run, and holds thesis.tex" in str(
+        in_fork(runs, True)
+    )
+    same = [CheckedRun(f"runs/{name}", [f"--config={config(tmp_path)}"]) for name in ("three", "../runs/three")]
+    assert "runs/../runs/three: is also the folder of the run with --config=" in str(in_fork(same, True))
 
 
 def test_the_progress_of_a_run_is_that_of_its_last_validation(tmp_path: Path) -> None:
@@ -137,7 +221,7 @@ def test_the_progress_of_a_run_is_that_of_its_last_validation(tmp_path: Path) ->
 
 
 def test_jobs_are_submitted_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """To programs that stand for SLURM's: a job that waits in the queue is not submitted again."""
     monkeypatch.chdir(tmp_path)
@@ -187,7 +271,7 @@ def test_jobs_are_submitted_once(
 )
 @pytest.mark.parametrize("submitted", [False, True], ids=["run", "sbatch"])
 def test_a_signal_ends_a_sweep_and_a_failure_does_not(
-    submitted: bool, ending: str, status: int, outcome: str, end: str, tmp_path: Path,
+    unchecked: None, submitted: bool, ending: str, status: int, outcome: str, end: str, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """A program in place of a run, or of sbatch, ends by a signal or with a large status of its own."""
@@ -250,7 +334,7 @@ def test_ctrl_c_ends_the_sweep_and_not_its_run_alone(tmp_path: Path) -> None:
 
 
 def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    unchecked: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     asked: list[list[str]] = []
@@ -272,6 +356,7 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
     assert len(asked) == 3
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "find_problem", lambda runs, here: None)
     monkeypatch.setenv("PATH", str(tmp_path))  # a machine of a cluster has sbatch
     assert sweep.run(["fit", "--sweep=a=1", "--sweep_sbatch=x.sbatch", "--run_dir=other"]) == 2
     assert "the program sbatch is not installed" in capsys.readouterr().err
@@ -302,6 +387,11 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
         (
             ["--sweep=run_dir=a,b"],
             "--sweep run_dir: a sweep makes a folder for each run itself, in the folder that --run_dir names",
+        ),
+        (["--sweep=sweep=a,b"], "--sweep sweep: sweep is not an option of a run, so a sweep cannot vary it"),
+        (
+            ["--sweep=model.help=a,b"],
+            "--sweep model.help: model.help is not an option of a run, so a sweep cannot vary it",
         ),
     ],
 )
@@ -389,7 +479,7 @@ def test_runs_without_a_record_are_named_and_left_out(
 
 
 def test_an_option_that_is_wrong_in_all_runs_stops_a_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "program"

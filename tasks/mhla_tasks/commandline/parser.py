@@ -11,7 +11,8 @@ import logging
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -31,7 +32,7 @@ from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.console import ignore_noise, prepare_streams, show_log
-from mhla_tasks.commandline.errors import printable, reported
+from mhla_tasks.commandline.errors import CommandFailed, printable, reported
 from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
 from mhla_tasks.commandline.moved_keys import notice
@@ -115,7 +116,7 @@ def leave(text: str, program: str) -> NoReturn:
         program: name of the command, such as ``lightning fit``.
     """
     sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
-    sys.exit(2)
+    raise CommandFailed(text, 2)
 
 
 class SuiteCLI(LightningCLI):
@@ -333,12 +334,26 @@ def build(plan: Plan) -> SuiteCLI:
     Raises:
         ValueError: if the type of a value is wrong. The message names the file or command-line option that sets it.
     """
-    try:
+    with short_type_errors(plan.sources):
         return SuiteCLI(plan)
+
+
+@contextmanager
+def short_type_errors(sources: Sequence[Source]) -> Iterator[None]:
+    """Context manager that shortens jsonargparse's error message for a value that fits none of several types.
+
+    Args:
+        sources: configuration files and command-line options, from lowest to highest priority.
+
+    Raises:
+        ValueError: if the type of a value is wrong. The message names the file or command-line option that sets it.
+    """
+    try:
+        yield
     except Exception as error:
         if "Does not validate against any of the Union subtypes" not in str(error):
             raise
-        raise ValueError(shorten(str(error), plan.sources)) from error
+        raise ValueError(shorten(str(error), sources)) from error
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ named after the values. The runs are trained one after the other, or each as a S
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-The output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command
-resumes a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the
-end, all runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png``
-are written to the folder of the sweep. A sweep of SLURM jobs does so when all of its jobs have finished.
+Before the first run starts, the options of all runs are checked, so that a wrong value of the last run is an error at once. The
+output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command resumes
+a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the end, all
+runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png`` are
+written to the folder of the sweep. A sweep of SLURM jobs does so when all of its jobs have finished.
 
 This module is longer than others because it runs, submits, resumes and reports a sweep.
 """
@@ -50,6 +51,7 @@ from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import write_comparison
 from mhla_tasks.tools.comparison.runs import ORDER, STARTED, short_names, write_order
 from mhla_tasks.tools.processes import describe_status, ended_by_signal, exit_status, run_command
+from mhla_tasks.tools.run_checks import CheckedRun, find_problem
 
 JOB = "slurm-job.txt"
 """Name of the file in a run's folder that stores the number of its SLURM job."""
@@ -59,6 +61,9 @@ OUTPUT = "output.txt"
 
 FINISHED = "finished before"
 """State of a run that finished in an earlier start of the sweep."""
+
+UNSWEPT = ("help", "print_config", "sweep", "sweep_sbatch")
+"""Options that do not belong to a single run."""
 
 DEFAULT = "runs/sweep"
 LONGEST = 150
@@ -186,7 +191,8 @@ def read_sweep(line: CommandLine) -> Sweep:
     """Build a sweep from a parsed command line with ``--sweep`` options.
 
     Raises:
-        UsageError: if the command is not ``fit``, a ``--sweep`` has no values, or a key or a value occurs twice.
+        UsageError: if the command is not ``fit``, a ``--sweep`` has no values, a key or a value occurs twice, or a key is not
+            an option of a run.
     """
     if line.command != "fit":
         raise UsageError(f"--sweep trains several runs: use lightning fit, not lightning {line.command}")
@@ -201,6 +207,8 @@ def read_sweep(line: CommandLine) -> Sweep:
             raise UsageError(
                 "--sweep run_dir: a sweep makes a folder for each run itself, in the folder that --run_dir names"
             )
+        if key in UNSWEPT or key.endswith(HELP):
+            raise UsageError(f"--sweep {key}: {key} is not an option of a run, so a sweep cannot vary it")
         values[key] = split_values(listed)
     for key, several in values.items():
         if len(set(several)) < len(several):
@@ -248,6 +256,14 @@ def run(arguments: Sequence[str]) -> int:
         return run_command([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
     progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
+    unchecked = [
+        CheckedRun(str(folder), run_line.words) for folder, run_line in runs if not _finished(folder, run_line)
+    ]
+    with progress.console.status(f"checking the options of {len(unchecked)} runs"):
+        problem = find_problem(unchecked, here=sweep.sbatch is None) if unchecked else None
+    if problem is not None:
+        sys.stderr.write(f"error: {harmless(problem)}; no run was started\nhelp: lightning fit --help\n")
+        return 2
     write_whole(sweep.folder / ORDER, write_order(sweep.folder, [folder.name for folder, _ in runs]))
     finished = 0
     if sweep.sbatch is None:

@@ -1,0 +1,146 @@
+"""Check of the options of all runs of a sweep before the first run starts.
+
+A wrong value of a later run would otherwise be noticed only when the earlier runs have been trained. For each run, the options
+are read and merged as by ``lightning fit``, and the classes that they name are built: the callbacks, the data module, the model
+without memory for its weights, and the Trainer unless the run is submitted to another machine. No run folder is created, no
+weights are read, and nothing is downloaded that the constructors do not need.
+
+The check has a process of its own (``python -m mhla_tasks.tools.dry_runs``), because it imports the modules that ``--allow``
+names, and sets the random seed of each run. Its input and its output are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lightning_mhla.checkpoints.runs import check_folder
+from lightning_mhla.data.remote import url_scheme
+from lightning_mhla.data.shards import expand_braces, find_shards
+from mhla_tasks.commandline import shipped
+from mhla_tasks.commandline.arguments import UsageError, read_words
+from mhla_tasks.commandline.errors import CommandFailed, explain
+from mhla_tasks.commandline.parser import SuiteCLI, short_type_errors
+from mhla_tasks.commandline.plan import make_plan
+from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.tools.run_checks import CheckedRun
+
+LOCATIONS = ("train", "val")
+"""Options of the suite's data modules that name files or folders."""
+
+
+class DryCLI(SuiteCLI):
+    """Command line that builds callbacks, data module and model without loggers and weights, and runs nothing.
+
+    Attributes:
+        options: text of all parsed options, which is equal for two runs that would train the same model.
+    """
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        super().before_instantiate_classes()
+        self.options = repr(self.config.as_dict())
+        self.config.trainer.logger = False  # some loggers contact their service as soon as they are built
+
+    @override
+    def instantiate_classes(self) -> None:
+        with torch.device("meta"):  # the weights of a large model would take minutes and memory
+            self.config_init = self.parser.instantiate_classes(self.config)
+
+
+def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
+    """Check runs in this process, and return a message about the first one that cannot start.
+
+    Args:
+        runs: runs of a sweep, in the order in which they will be trained.
+        here: whether the runs train on this machine, so that their devices and local files must exist.
+
+    Returns:
+        Error message that names the run; None if no error was found. Errors that look like a bug are not reported, because a
+        model without weights may cause them; if a run has such an error, it reports the error itself.
+    """
+    problems: list[tuple[int, str]] = []
+    folders: dict[str, int] = {}
+    options: dict[str, int] = {}
+    for number, run in enumerate(runs):
+        same = folders.setdefault(os.path.realpath(run.folder), number)
+        if same != number:
+            problems.append((number, f"is also the folder of the run with {' '.join(runs[same].words)}"))
+            continue
+        try:
+            parsed = _build(run, here)
+        except (UsageError, CommandFailed) as error:
+            problems.append((number, str(error)))
+        except Exception as error:
+            text = explain(error)
+            if text is not None and not (isinstance(error, OSError) and not here):
+                problems.append((number, text))
+        else:
+            same = options.setdefault(parsed, number)
+            if same != number:
+                problems.append(
+                    (number, f"has the same options as {Path(runs[same].folder).name}; leave one of them out")
+                )
+    if not problems:
+        return None
+    number, text = problems[0]
+    others = f"; {len(problems)} of {len(runs)} runs have an error" if len(problems) > 1 else ""
+    return f"{runs[number].folder}: {text}{others}"
+
+
+def _build(run: CheckedRun, here: bool) -> str:
+    """Build the objects of a run, and return the text of all its options."""
+    words = shipped.resolve(["fit", *run.words, f"--run_dir={run.folder}"])
+    plan = make_plan(read_words(words, LIGHTNING))
+    if os.path.isdir(run.folder):
+        check_folder(Path(run.folder))
+    plan.configuration.pop("run_dir", None)  # the folder would be created and locked
+    with short_type_errors(plan.sources):
+        command_line = DryCLI(plan)
+    if here:
+        command_line.instantiate_trainer()
+        _check_files(command_line.config)
+    return command_line.options
+
+
+def _check_files(options: Any) -> None:
+    """Check that the local files and folders exist that a data module of the suite reads.
+
+    Args:
+        options: parsed options of the run.
+
+    Raises:
+        FileNotFoundError: if a file or folder does not exist. The message names it.
+    """
+    data = options.get("data")
+    if data is None or not str(data.class_path).startswith("mhla_tasks."):
+        return
+    for name in LOCATIONS:
+        locations = data.init_args.get(name)
+        for location in locations if isinstance(locations, list) else [locations]:
+            for path in expand_braces(str(location)) if location is not None else ():
+                if not url_scheme(path) and not Path(path).is_dir():
+                    try:
+                        find_shards(path)
+                    except FileNotFoundError as error:
+                        raise FileNotFoundError(f"data.{name}: {error}") from None
+
+
+def main() -> None:
+    """Read runs from standard input, check them, and write the message about the first problem to standard output."""
+    with os.fdopen(os.dup(1), "w") as answer:
+        os.dup2(2, 1)  # libraries print to standard output, too
+        request = json.load(sys.stdin)
+        problem = check_runs([CheckedRun(**run) for run in request["runs"]], request["here"])
+        json.dump({"problem": problem}, answer)
+
+
+if __name__ == "__main__":
+    main()
