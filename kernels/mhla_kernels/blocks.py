@@ -101,7 +101,7 @@ def is_dynamic(size: int) -> bool:
 def divide_up(number: int, size: int) -> int:
     """Return ``number / size``, rounded up.
 
-    ``-(-number // size)`` is avoided: graphs that contain it with a symbolic size fail their own guards (torch 2.15).
+    ``-(-number // size)`` is avoided, because graphs that contain it with a symbolic size fail their own guards (torch 2.15).
     """
     return (number + size - 1) // size
 
@@ -211,7 +211,7 @@ class TokenLayout(NamedTuple):
         return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
 
     def partition(self, device: torch.device) -> BlockPartition:
-        """Return the tables that put tokens into blocks of equally many slots, computed without waiting for the device."""
+        """Return the assignment of tokens to slots in the blocks, computed without waiting for the device."""
         if self.block_offsets is not None:
             return keep(_uneven_partition, device, self.block_offsets)
         if self.cu_seqlens is not None:

@@ -1,4 +1,4 @@
-"""Cross-attention of checked arguments: the choice of backend and form, and the call of the algorithm."""
+"""Choice of backend and algorithm for a cross-attention call with checked arguments, and the call itself."""
 
 from __future__ import annotations
 

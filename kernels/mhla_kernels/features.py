@@ -16,7 +16,7 @@ FEATURE_MAP_FLOOR = 1e-6
 def map_features(
     q: Tensor, k: Tensor, v: Tensor, feature_map: FeatureMap, query_mask: Tensor | None, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Apply the feature map to queries and keys, and set masked tokens to zero in queries, keys and values.
+    """Apply the feature map to queries and keys, and set masked queries, keys and values to zero.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -40,11 +40,11 @@ def rectify(x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Set masked tokens to zero.
+    """Return tokens with zeros for masked tokens, as a new tensor.
 
     Args:
         x: tokens, ``[B, N, H, D]``.
-        mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None masks no token.
+        mask: ``[B, N]`` bool, False for masked tokens, which may hold any value; None to return ``x`` itself.
     """
     # masked_fill, not a product with the mask: zero times NaN would be NaN
     return x if mask is None else x.masked_fill(~mask[..., None, None], 0)

@@ -1,4 +1,4 @@
-"""Generation: causal attention on a few tokens at a time, with a state that replaces the earlier keys and values.
+"""Causal attention on a few tokens at a time, for generation, with a state that replaces the earlier keys and values.
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
 terms, ``W = K V + K`` numbers of a summary.

@@ -154,7 +154,7 @@ def mhla_window_attention(
 
 
 def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sink_q: Tensor | None) -> Tensor:
-    """Compute the outputs of causal attention, ``[B, H, M, C, V]``.
+    """Compute the outputs of causal windowed attention, ``[B, H, M, C, V]``.
 
     Args:
         x: tensors in blocks.

@@ -40,7 +40,7 @@ class InBlocks(NamedTuple):
 
     @classmethod
     def of(cls, tokens: Sequence[Tensor], real: Tensor, blocks: BlockPartition) -> InBlocks:
-        """Arrange tokens in blocks.
+        """Arrange the tensors of all tokens in blocks.
 
         Args:
             tokens: the tensors q, k, v, f, g and far of all tokens, ``[B, N, H, ...]`` each.

@@ -101,8 +101,9 @@ def mhla_window_prefill(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for the next tokens of every row, and return the generation state after them.
 
-    Windowed attention has softmax weights for sinks and for tokens in the query's block and the block before it (near tokens),
-    and MHLA weights for all other earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`.
+    Windowed attention has softmax weights for near tokens and MHLA weights for all other earlier tokens (far tokens), as in
+    :func:`mhla_kernels.mhla_window_attention`. Near tokens are in the query's block, in the block before it, or at the start of
+    the row (sinks).
 
     Args:
         q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk.
@@ -218,10 +219,10 @@ def mhla_window_step(
 ) -> tuple[Tensor, MHLAWindowState]:
     """Compute windowed attention for one more token of every row, and return the generation state after it.
 
-    Windowed attention has softmax weights for sinks and for tokens in the query's block and the block before it (near tokens),
-    and MHLA weights for all other earlier tokens (far tokens), as in :func:`mhla_kernels.mhla_window_attention`. A step takes
-    time ``O(C Dk + S Dk + K V)`` for blocks of C tokens and S sinks. The first token of a block takes longer, because finished
-    blocks are then mixed.
+    Windowed attention has softmax weights for near tokens and MHLA weights for all other earlier tokens (far tokens), as in
+    :func:`mhla_kernels.mhla_window_attention`. Near tokens are in the query's block, in the block before it, or at the start of
+    the row (sinks). A step takes time ``O(C Dk + S Dk + K V)`` for blocks of C tokens and S sinks. The first token of a block
+    takes longer, because finished blocks are then mixed.
 
     Args:
         q: query, ``[B, H, Dk]``, for B batch rows and H heads of width Dk.
@@ -387,9 +388,9 @@ def _close(
         new_blocks: keys and values in the M blocks with new tokens, of C slots each, ``[B, Hkv, M, C, D]``. The first block
             includes the tokens that it held before.
         sink_tokens: keys and values of the sinks, ``[B, Hkv, S, D]``.
-        sums: summaries of these blocks, with W numbers each, ``[B, H, M, W]``.
+        sums: summaries of the M blocks, with W numbers each, ``[B, H, M, W]``.
         counts: number of new tokens in each row.
-        firsts: index of the first of these blocks in each row.
+        firsts: index of the first of the M blocks in each row.
         mixing: mixing coefficients between blocks.
         writes: whether tensors that are created for the new state may be written to in place.
     """

@@ -108,7 +108,16 @@ class DenseCrossCoefficients(FreeCoefficients):
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
-        """Convert coefficients of another layer to the number of heads of this layer; None if the blocks differ."""
+        """Convert coefficients of another layer to the number of heads of this layer.
+
+        Args:
+            name: ignored; there is one parameter.
+            values: coefficients of the other layer, ``[Mq, Mk]`` or ``[H', Mq, Mk]`` for H' heads.
+            block_grid: number of query blocks along each axis in the other layer; None if it is unknown.
+
+        Returns:
+            Values in the shape of this layer's parameter; None if the blocks or the numbers of heads differ.
+        """
         if values.shape[-2:] != self.weight.shape[-2:] or block_grid not in (None, self.grid):
             return None
         return for_heads(bounded(values), self.weight)

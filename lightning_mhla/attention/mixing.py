@@ -329,7 +329,7 @@ class ExponentialCoefficients(MixingCoefficients):
         terms: number of exponentials.
         heads: number of heads, each with its own sum; None for one sum shared by all heads.
         init: ``"locality"`` for initial decays from 0.05 to 2.5 per block, spaced evenly on a logarithmic scale; ``"uniform"``
-            for initial decays of ``min_decay``. At its default, all blocks have about the same weight.
+            for initial decays of ``min_decay``. With the default ``min_decay``, all blocks start with about the same weight.
         causal: whether blocks read only themselves and earlier blocks. Causal coefficients fit any number of blocks.
         trainable: whether the coefficients are trained.
         min_decay: smallest decay per block, from 1e-5 to 2.5. If it is above 0.05, it is also the smallest initial decay.

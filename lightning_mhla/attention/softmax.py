@@ -51,8 +51,8 @@ class KeyValueState:
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
         """Append new keys and values, and return the new state.
 
-        They are written into the existing buffers, which the new state shares with this one. If the buffers are too small, they
-        are first copied into new buffers of at least twice the size.
+        The keys and values are written into the existing buffers, which the new state shares with this one. Buffers that are
+        too small are first copied into new ones of at least twice the size.
 
         Args:
             keys: new keys, ``[B, N, Hkv, Dk]``.

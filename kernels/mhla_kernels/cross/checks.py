@@ -121,7 +121,13 @@ def _check_layouts(
     key_block_size: int | None,
     key_block_offsets: Bounds | None,
 ) -> CrossLayout:
-    """Check the blocks of queries and keys, and return them. Without a key block argument, keys get the query blocks."""
+    """Check the blocks of queries and keys, and return their layouts.
+
+    Without ``key_block_size`` and ``key_block_offsets``, the keys get the blocks of the queries.
+
+    Raises:
+        ValueError: if the arguments exclude each other, or do not fit the numbers of tokens.
+    """
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
     if key_block_size is not None and key_block_offsets is not None:

@@ -1,6 +1,6 @@
 """Partition of queries and keys into blocks, and the pairs of blocks that cross-attention mixes.
 
-Shape letters: Mq and Mk numbers of query blocks and of key blocks, S packed pairs of sequences.
+Shape letters: Mq query blocks, Mk key blocks, S packed pairs of a query sequence and a key sequence.
 """
 
 from __future__ import annotations

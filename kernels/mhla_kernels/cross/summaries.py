@@ -28,7 +28,7 @@ class KeySummaries(NamedTuple):
     totals: Tensor
 
     def mix(self, matrix: Tensor) -> KeySummaries:
-        """Return the mixtures of the summaries that blocks of queries read.
+        """Mix the summaries of Mk key blocks for each of Mq query blocks, and return the Mq mixtures.
 
         Args:
             matrix: mixing coefficients, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
