@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,9 @@ from mhla_kernels import ExponentialMixing, attention_matrix, limit_memory, mhla
 from mhla_kernels.forms.cost import cheapest_cross_form
 from mhla_kernels.mixing import BlockPairs, Mixing
 from mhla_kernels.triton_backend import launch
+from mhla_kernels.triton_backend.cross.call import CrossArguments
 from mhla_kernels.triton_backend.cross.trial import CrossKind, try_cross_kernels
+from mhla_kernels.verdicts import Verdict
 from torch import Tensor
 
 DTYPES = torch.float32, torch.float32, torch.float64, torch.bfloat16
@@ -307,6 +310,22 @@ KIND = CrossKind("chunked", "float32", 5, 3, True, True, True, True, "equal", "u
 def test_trial_of_the_kernels(changed: dict[str, Any]) -> None:
     verdict = try_cross_kernels(KIND._replace(**changed), torch.device(DEVICE))
     assert verdict.agrees, verdict.reason
+
+
+@pytest.mark.parametrize(("chip", "dtype", "counts"), [(90, "bfloat16", [34, 66]), (80, "float32", [34])])
+def test_every_set_of_mixing_tiles_has_a_trial(
+    chip: int, dtype: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = []
+
+    def note(problems: list[Callable[[], CrossArguments]], *_: Any) -> Verdict:
+        shapes.extend(problem().coefficients[0].shape for problem in problems)
+        return Verdict(True, "", 0.0)
+
+    monkeypatch.setattr("mhla_kernels.triton_backend.cross.trial.chip_of", lambda _: chip)
+    monkeypatch.setattr("mhla_kernels.triton_backend.cross.trial.compare_all", note)
+    try_cross_kernels(KIND._replace(dtype=dtype, many=True, block_size=1, key_block_size=1), torch.device(DEVICE))
+    assert [max(shape) for shape in shapes] == counts
 
 
 @pytest.mark.parametrize("terms", [0, 3], ids=["dense", "exponential"])

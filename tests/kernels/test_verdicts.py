@@ -279,8 +279,7 @@ def test_every_set_of_mixing_tiles_has_a_trial(chip: int, dtype: str) -> None:
         return config.mix_tiles(*sizes), config.mixing_gradient_tiles(*sizes)
 
     for many, counts in ((False, range(1, MANY + 1)), (True, range(MANY + 1, 1000))):
-        kind = Kind("chunked", "dense", dtype, 16, 16, False, True, False, False, "equal", 16, many, 0)
-        tried = [tiles(blocks) for blocks in block_counts(kind, chip)]
+        tried = [tiles(blocks) for blocks in block_counts("chunked", dtype, many, chip)]
         assert {tiles(blocks) for blocks in counts} == set(tried)
         assert len(tried) == len(set(tried)), "no set is tried twice"
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -87,20 +89,22 @@ def size_class(block_size: int, form: str) -> int:
     return min(LONGEST, power_of_two(block_size))
 
 
-def block_counts(kind: Kind, chip: int) -> tuple[int, ...]:
-    """Return the numbers of blocks for which the kernels of one kind of call are compared with PyTorch.
+def block_counts(form: str, dtype: str, many: bool, chip: int) -> tuple[int, ...]:
+    """Return the numbers of blocks for which kernels that mix by a matrix are compared with PyTorch.
 
-    There is one for each set of tiles that the kernels for dense mixing use within ``kind.many`` or its opposite.
+    There is one for each set of tiles that these kernels use within ``many`` or its opposite.
 
     Args:
-        kind: properties of the call.
+        form: ``"parallel"``, ``"chunked"`` or ``"spanning"``. Only the chunked form mixes block summaries.
+        dtype: ``"float32"`` or ``"bfloat16"``.
+        many: whether there are more than 32 blocks.
         chip: compute capability of the GPU times ten.
     """
-    counts = (MANY + 2, 2 * MANY + 2) if kind.many else (3, MANY // 2 + 2)
-    if kind.form != "chunked" or kind.mixer != "dense":
+    counts = (MANY + 2, 2 * MANY + 2) if many else (3, MANY // 2 + 2)
+    if form != "chunked":
         return counts[:1]
-    dtype = getattr(torch, kind.dtype)
-    by_tiles = {(mix_tiles(dtype, n, chip), mixing_gradient_tiles(dtype, n, chip)): n for n in reversed(counts)}
+    type_ = getattr(torch, dtype)
+    by_tiles = {(mix_tiles(type_, n, chip), mixing_gradient_tiles(type_, n, chip)): n for n in reversed(counts)}
     return tuple(sorted(by_tiles.values()))
 
 
@@ -160,14 +164,32 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    agrees, reasons, seconds = True, [], 0.0
-    for blocks in block_counts(kind, chip_of(device)):
-        verdict = compare_passes(make_problem(kind, device, blocks), torch.ops.mhla.attention, fallback.outputs)
-        agrees, seconds = verdict.agrees, seconds + verdict.seconds
+    counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
+    return compare_all(
+        [partial(make_problem, kind, device, blocks) for blocks in (counts if kind.mixer == "dense" else counts[:1])],
+        torch.ops.mhla.attention,
+        fallback.outputs,
+    )
+
+
+def compare_all(
+    problems: Sequence[Callable[[], Any]], operator: Callable[..., Tensor], reference: Callable[..., Tensor]
+) -> Verdict:
+    """Compare passes of Triton kernels with PyTorch on several problems, as :func:`compare_passes`, until one differs.
+
+    Args:
+        problems: functions that create the arguments of the operator, so that one problem is in memory at a time.
+        operator: registered operator that runs the kernels.
+        reference: function that computes the same in PyTorch, from the arguments and a dtype.
+    """
+    reasons, seconds = [], 0.0
+    for make in problems:
+        verdict = compare_passes(make(), operator, reference)
+        seconds += verdict.seconds
+        if not verdict.agrees:
+            return replace(verdict, seconds=seconds)
         reasons.append(verdict.reason)
-        if not agrees:
-            break
-    return Verdict(agrees, "; ".join(reasons if agrees else reasons[-1:]), seconds)
+    return Verdict(True, "; ".join(reasons), seconds)
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from mhla_kernels.cross.layout import CrossLayout
+from mhla_kernels.triton_backend.call import chip_of
 from mhla_kernels.triton_backend.cross import (
     fallback,
     ops,  # noqa: F401  registers the operator
 )
 from mhla_kernels.triton_backend.cross.call import CrossArguments
 from mhla_kernels.triton_backend.cross.tables import cross_tables
-from mhla_kernels.triton_backend.trial import MANY, compare_passes, random_numbers, trial_layout
+from mhla_kernels.triton_backend.trial import block_counts, compare_all, random_numbers, trial_layout
 from mhla_kernels.verdicts import Verdict
 
 
@@ -57,17 +59,18 @@ class CrossKind(NamedTuple):
         return "-".join(["cross", self.form, self.dtype, f"{self.key_width}x{self.value_width}", *blocks, *flags])
 
 
-def make_cross_problem(kind: CrossKind, device: torch.device) -> CrossArguments:
+def make_cross_problem(kind: CrossKind, device: torch.device, query_blocks: int = 3) -> CrossArguments:
     """Create the arguments of a small cross-attention call with random tokens in two heads.
 
-    There are 3 query blocks, or 34 if ``kind.many``, and 2 key blocks. The last block of each side is short.
+    There are 2 key blocks. The last block of each side is short.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
+        query_blocks: number of query blocks.
     """
     rand = random_numbers(device)
-    blocks = MANY + 2 if kind.many else 3, 2
+    blocks = query_blocks, 2
     queries = trial_layout(blocks[0], kind.block_size, kind.layout, device)
     keys = trial_layout(blocks[1], kind.key_block_size, kind.key_layout, device)
     dtype = getattr(torch, kind.dtype)
@@ -96,7 +99,7 @@ def make_cross_problem(kind: CrossKind, device: torch.device) -> CrossArguments:
 
 
 def try_cross_kernels(kind: CrossKind, device: torch.device) -> Verdict:
-    """Compare the Triton kernels for one kind of cross-attention with PyTorch in float64, on a small random problem.
+    """Compare the Triton kernels for one kind of cross-attention with PyTorch in float64, on small random problems.
 
     Args:
         kind: properties of the calls that use these kernels.
@@ -105,4 +108,6 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> Verdict:
     Returns:
         A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
-    return compare_passes(make_cross_problem(kind, device), torch.ops.mhla.cross_attention, fallback.outputs)
+    counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
+    problems = [partial(make_cross_problem, kind, device, blocks) for blocks in counts]
+    return compare_all(problems, torch.ops.mhla.cross_attention, fallback.outputs)
