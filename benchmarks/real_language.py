@@ -258,6 +258,9 @@ def run_row(
     teacher = load(options.source) if options.distill else None
     if options.length != CONTEXT:
         data = batches(stream, options.seed, options.length)
+    if options.length > CONTEXT:  # the activations of all layers for 4,096 tokens do not fit into 16 GB beside the scores
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # transformers recomputes activations in training mode only; Llama has no dropout
 
     def text_loss(batch: Tensor) -> Tensor:
         with autocast():
@@ -273,7 +276,7 @@ def run_row(
     groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": 10 * options.tune_lr}]
     groups = [group for group in groups if group["params"]]
     row["tune"] = {"steps": options.steps[1], "seconds": train(groups, options.steps[1], text_loss, data)}
-    row["tuned"] = perplexities(model, held_out)
+    row["tuned"] = perplexities(model.eval(), held_out)
     if options.long:
         row["long"] = read_long(
             model, AutoTokenizer.from_pretrained(options.source, trust_remote_code=False), long_text
