@@ -75,8 +75,8 @@ def mhla_window_attention(
 
     With ``causal``, near tokens are in the query's block and in the block before it, all earlier tokens are far, and i is the
     block before the query's. Otherwise, near tokens are in the query's block and in the blocks next to it, along each axis and
-    diagonally. All other tokens are far, and i is the query's block. Sinks are near for every query. Without ``causal``, every
-    token is near for a sink.
+    diagonally. All other tokens are far, and i is the query's block. In addition, the first tokens of a sequence can be sinks,
+    which are near for every query. Without ``causal``, every token is also near for a sink.
 
     Args:
         q: queries, ``[B, N, H, Dk]``, for B batch rows, N tokens and H heads of width Dk. Tokens of a block are contiguous.

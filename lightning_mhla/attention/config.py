@@ -242,7 +242,7 @@ def layout_for(
         configs: configurations of the layers.
         grid: number of tokens along each axis.
         prefix_tokens: number of tokens before the grid, such as class tokens.
-        causal: causality of the attention. With ``"block"`` (block-causal attention), every layer uses blocks.
+        causal: causality of the attention: False, True or ``"block"``. In block-causal attention, every layer uses blocks.
 
     Raises:
         ValueError: if two layers need different blocks, or a layer that uses blocks sets neither ``block_grid`` nor

@@ -192,7 +192,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]``, computed by :meth:`attend` with one-hot values."""
+        """Return the attention matrix ``[B, H, N, N]``, which is the output of :meth:`attend` for one-hot values."""
         heads = self.heads // inputs.k.shape[2]
         k, v = (x.repeat_interleave(heads, 2) for x in (inputs.k, inputs.v))
         return Attention.weights(self, replace(inputs, k=k, v=v))

@@ -22,9 +22,9 @@ def forward(call: Call, keys: Call) -> Tensor:
     """Run the forward pass of attention with Triton kernels, and return the outputs, ``[B, N, H, V]``.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options; in cross-attention, those of the
-            queries.
-        keys: ``call`` again; in cross-attention, the call of the keys.
+        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
+            queries as rows.
+        keys: ``call`` again. In cross-attention, the call with keys as rows.
     """
     if call.terms:
         return spanning.forward(call)
@@ -44,9 +44,9 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
     sets of summaries, in float32, exist at the same time.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options; in cross-attention, those of the
-            queries.
-        keys: ``call`` again; in cross-attention, the call of the keys.
+        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
+            queries as rows.
+        keys: ``call`` again. In cross-attention, the call with keys as rows.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
