@@ -18,19 +18,18 @@ from typing import Any
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, Projections
+from lightning_mhla.attention import Attention, AttentionConfig, Projections
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.swap.diffusers_cross import DiffusersCross
 from lightning_mhla.swap.diffusers_grid import (
     UNSUPPORTED,
     GridProcessor,
-    InputGrid,
     check_modules,
     merge_heads,
-    patch_convolution,
+    put_processors,
     split_heads,
 )
-from lightning_mhla.swap.host import HostLibrary, blocks_along, build_beside
+from lightning_mhla.swap.host import HostLibrary
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
 PROCESSORS = {
@@ -162,35 +161,6 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
     check_modules("attn1", hosts, PROCESSORS[supported_class], {**UNSUPPORTED, "is_cross_attention": False})
 
 
-def build_swapped(host: Any, config: AttentionConfig, axes: int) -> Attention:
-    """Build the attention that replaces the one in a diffusers attention module, on the same device and in the same dtype.
-
-    Args:
-        host: diffusers attention module, whose projections stay in use.
-        config: configuration of the new attention.
-        axes: number of axes of the token grid: 2 for images, 3 for clips.
-
-    Returns:
-        The new attention, without projections.
-
-    Raises:
-        ValueError: if the attention kind uses blocks and ``config`` does not give a number of blocks for each axis.
-    """
-    blocks = blocks_along(axes, config)
-    heads, weight = host.heads, host.to_q.weight
-    key_width = host.to_q.out_features // heads
-    return build_beside(
-        weight,
-        config,
-        host.to_q.in_features,
-        heads,
-        BlockLayout(blocks, blocks),  # the smallest possible grid; it is replaced by that of each input
-        key_value_heads=host.to_k.out_features // key_width,
-        key_width=key_width,
-        value_width=host.to_v.out_features * key_width // host.to_k.out_features,
-    )
-
-
 class DiffusersHost(HostLibrary):
     """Implementation of attention replacement for diffusers transformers, such as those of Wan, DiT, PixArt and SANA.
 
@@ -218,24 +188,14 @@ class DiffusersHost(HostLibrary):
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, AttentionConfig]
     ) -> dict[int, Attention]:
-        grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
-        axes = len(patches.stride)
-        swapped = {
-            index: build_swapped(layer, replace(configs[index], rotary=_rotates(model)), axes)
-            for index, layer in layers.items()
-        }
-        for index, built in swapped.items():
-            layers[index].set_processor(SwappedAttention(built, built.layout.block_grid, grid))
-        if swapped:
-            patches.register_forward_pre_hook(grid)
+        rotary = _rotates(model)
+        configs = {index: replace(config, rotary=rotary) for index, config in configs.items()}
+        swapped: dict[int, Attention] = put_processors(model, layers, configs, SwappedAttention)
         return swapped
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        processors = ((index, layer.processor) for index, layer in enumerate(attention_layers(model)))
-        return {
-            index: processor.attention for index, processor in processors if isinstance(processor, SwappedAttention)
-        }
+    def holder(self, layer: Any) -> Any:
+        return layer.processor
 
 
 def _rotates(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ The model's ``save_pretrained`` then writes a folder that the original diffusers
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,13 +17,12 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from lightning_mhla.swap.diffusers import DiffusersHost, SwappedAttention, attention_layers
+from lightning_mhla.swap.diffusers import DiffusersHost
 from lightning_mhla.swap.host import SAVED
 from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
-    SwappedClass,
-    check_complete,
+    SwappedModel,
     derive,
     guarded,
     remove_stale,
@@ -36,8 +34,10 @@ DTYPE = "dtype"
 """Key of the saved record that holds the dtype of the weights, which diffusers does not save."""
 
 
-class SwappedDiffusersModel(SwappedClass):
+class SwappedDiffusersModel(SwappedModel):
     """Base class of diffusers models with replaced attention, with methods to save, load and build them."""
+
+    _all_weights = True
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
@@ -48,8 +48,6 @@ class SwappedDiffusersModel(SwappedClass):
         Args:
             host: diffusers model class. If it already is such a class, it is returned unchanged.
         """
-        if issubclass(host, cls):
-            return host
         float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
         return derive(cls, host, host.__name__, _keep_in_fp32_modules=float32_modules)
 
@@ -85,33 +83,8 @@ class SwappedDiffusersModel(SwappedClass):
             )
         plain = {name: value for name, value in config.items() if name != SAVED}
         model, unused = super().from_config(plain, return_unused_kwargs=True, **options)  # type: ignore[misc]
-        host = DiffusersFolders()
-        host.restore(model, record)
-        host.remember(model, record)
+        DiffusersFolders().restore(model, record)
         return (model, unused) if return_unused_kwargs else model
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, output_loading_info: bool = False, **options: Any
-    ) -> Any:
-        """Load a saved model with replaced attention.
-
-        Args:
-            pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
-            output_loading_info: whether to also return which weights were missing or unexpected.
-            options: further arguments of the diffusers method.
-
-        Returns:
-            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
-
-        Raises:
-            ValueError: if the files lack weights of the model, which diffusers would leave uninitialized, or contain weights
-                that the model does not have.
-        """
-        source = pretrained_model_name_or_path
-        model, info = super().from_pretrained(source, output_loading_info=True, **options)  # type: ignore[misc]
-        check_complete(cls.__name__, source, info, all_weights=True)
-        return (model, info) if output_loading_info else model
 
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the configuration, and a Python module that lets diffusers' ``AutoModel`` import this class.
@@ -143,15 +116,9 @@ class SwappedDiffusersModel(SwappedClass):
 
         return getattr(diffusers, self.host.__name__, None) is self.host
 
-    def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model, and remove older weight files that diffusers would load in place of the new ones.
-
-        The arguments are the same as for the diffusers method.
-        """
-        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
-        arguments = signature.bind(self, *args, **options).arguments
-        super().save_pretrained(*args, **options)  # type: ignore[misc]
-        if arguments.get("is_main_process", True) and not arguments.get("use_flashpack"):
+    @override
+    def _remove_older(self, arguments: Mapping[str, Any]) -> None:
+        if not arguments.get("use_flashpack"):
             suffix = "safetensors" if arguments.get("safe_serialization", True) else "bin"
             remove_stale(arguments["save_directory"], "diffusion_pytorch_model", arguments.get("variant"), suffix)
 
@@ -176,13 +143,6 @@ def __getattr__(name: str) -> Any:
 
 class DiffusersFolders(DiffusersHost):
     """Implementation of attention replacement for diffusers models, including saving and loading of the resulting models."""
-
-    @override
-    def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
-        for layer in attention_layers(model):
-            processor = layer.processor
-            if isinstance(processor, SwappedAttention) and processor.attention.uses_blocks:
-                processor.blocks, processor.fitted = block_grid, None
 
     @override
     def record(self, model: Any) -> Mapping[str, Any] | None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention import (
-    BlockLayout,
     ContextSummaries,
     CrossAttention,
     CrossAttentionConfig,
@@ -27,14 +26,12 @@ from lightning_mhla.attention import (
 from lightning_mhla.swap.diffusers_grid import (
     UNSUPPORTED,
     GridProcessor,
-    InputGrid,
     check_modules,
     merge_heads,
-    patch_convolution,
+    put_processors,
     split_heads,
 )
 from lightning_mhla.swap.groups import LayerGroup
-from lightning_mhla.swap.host import blocks_along, build_cross_beside
 from lightning_mhla.swap.masks import context_mask, has_no_values, padding_to_end
 
 CROSS_PROCESSORS = {
@@ -222,23 +219,16 @@ class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]
     ) -> dict[int, CrossAttention]:
-        grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
-        axes = len(patches.stride)
-        swapped = {index: _build(layer, configs[index], axes) for index, layer in layers.items()}
-        for index, built in swapped.items():
-            layers[index].set_processor(SwappedCrossAttention(built, built.layout.block_grid, grid))
-        if swapped:
-            patches.register_forward_pre_hook(grid)
+        swapped: dict[int, CrossAttention] = put_processors(model, layers, configs, SwappedCrossAttention)
         return swapped
 
     @override
-    def swapped(self, model: Any) -> dict[int, CrossAttention]:
-        processors = ((index, getattr(layer, "processor", None)) for index, layer in enumerate(_cross_layers(model)))
-        return {
-            index: processor.attention
-            for index, processor in processors
-            if isinstance(processor, SwappedCrossAttention)
-        }
+    def candidates(self, model: Any) -> list[Any]:
+        return _cross_layers(model)
+
+    @override
+    def holder(self, layer: Any) -> Any:
+        return getattr(layer, "processor", None)
 
 
 def _processor(model: Any) -> str | None:
@@ -250,26 +240,3 @@ def _processor(model: Any) -> str | None:
 def _cross_layers(model: Any) -> list[Any]:
     blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
     return [getattr(block, "attn2", None) for block in blocks]
-
-
-def _build(layer: Any, config: CrossAttentionConfig, axes: int) -> CrossAttention:
-    """Build the attention that replaces a cross-attention module of diffusers, on the same device and in the same dtype.
-
-    Args:
-        layer: diffusers attention module, whose projections stay in use.
-        config: configuration of the new attention, with all options for the context set.
-        axes: number of axes of the token grid: 2 for images, 3 for clips.
-    """
-    blocks = blocks_along(axes, config)
-    heads, key_width = layer.heads, layer.to_q.out_features // layer.heads
-    keys = layer.to_k.out_features // key_width
-    return build_cross_beside(
-        layer.to_q.weight,
-        config,
-        layer.to_q.in_features,
-        heads,
-        BlockLayout(blocks, blocks),  # the smallest possible grid; it is replaced by that of each input
-        key_value_heads=keys,
-        key_width=key_width,
-        value_width=layer.to_v.out_features // keys,
-    )

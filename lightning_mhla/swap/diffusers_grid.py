@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_mhla.attention import AttentionConfig
 from lightning_mhla.attention.layout import BlockLayout
-from lightning_mhla.swap.host import TokenGrid, fit
+from lightning_mhla.swap.host import TokenGrid, blocks_along, build_beside, fit
 
 PATCHES = ("patch_embedding", "patch_embed", "pos_embed")
 """Possible names of the submodule whose convolution turns a model's input into tokens."""
@@ -110,6 +111,56 @@ def patch_convolution(model: nn.Module) -> nn.Conv2d | nn.Conv3d:
     raise ValueError(f"{type(model).__name__} has no patch convolution named {' or '.join(PATCHES)}")
 
 
+def build_for(layer: Any, config: AttentionConfig, axes: int) -> Any:
+    """Build the attention that replaces the one in a diffusers attention module, on the same device and in the same dtype.
+
+    Args:
+        layer: diffusers attention module, whose projections stay in use.
+        config: configuration of the new attention. A ``CrossAttentionConfig`` has all options for the context set.
+        axes: number of axes of the token grid: 2 for images, 3 for clips.
+
+    Returns:
+        The new attention, without projections.
+
+    Raises:
+        ValueError: if the attention kind uses blocks and ``config`` does not give a number of blocks for each axis.
+    """
+    blocks = blocks_along(axes, config)
+    key_width = layer.to_q.out_features // layer.heads
+    key_heads = layer.to_k.out_features // key_width
+    return build_beside(
+        layer.to_q.weight,
+        config,
+        layer.to_q.in_features,
+        layer.heads,
+        BlockLayout(blocks, blocks),  # the smallest possible grid; it is replaced by that of each input
+        key_value_heads=key_heads,
+        key_width=key_width,
+        value_width=layer.to_v.out_features // key_heads,
+    )
+
+
+def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, Any], kind: type[GridProcessor]) -> Any:
+    """Replace the attention of layers by new processors, in place. The model does not change if an exception is raised.
+
+    Args:
+        model: diffusers model.
+        layers: mapping from layer number to the diffusers attention module to change.
+        configs: mapping from layer number to the configuration of the new attention.
+        kind: class of the new processors.
+
+    Returns:
+        Mapping from layer number to the new attention module.
+    """
+    grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
+    built = {index: build_for(layer, configs[index], len(patches.stride)) for index, layer in layers.items()}
+    for index, attention in built.items():
+        layers[index].set_processor(kind(attention, attention.layout.block_grid, grid))
+    if built:
+        patches.register_forward_pre_hook(grid)
+    return built
+
+
 class GridProcessor(nn.Module):
     """Base class of diffusers attention processors that compute a new attention with the original projections.
 
@@ -123,6 +174,11 @@ class GridProcessor(nn.Module):
         super().__init__()
         self.attention, self.blocks, self.grid = attention, blocks, grid
         self.fitted: tuple[BlockLayout, torch.device] | None = None
+
+    @property
+    def swapped(self) -> Any:
+        """The new attention."""
+        return self.attention
 
     def fit(self, tokens: Tensor) -> BlockLayout | None:
         """Set the block layout of the attention for the model's current input.

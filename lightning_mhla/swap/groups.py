@@ -95,9 +95,25 @@ class LayerGroup(ABC, Generic[New, Config]):
         self.check(model, replaced_layers, configs)
         return self.replace(model, replaced_layers, configs)
 
+    def candidates(self, model: Any) -> list[Any]:
+        """Return the attention modules whose attention may have been replaced, in the order of the model's layers.
+
+        A subclass overrides this method if :meth:`layers` raises an error for models of the library without such layers.
+        """
+        return self.layers(model)
+
+    def holder(self, layer: Any) -> Any:
+        """Return the object of a layer that holds the new attention as its attribute ``swapped``.
+
+        Args:
+            layer: attention module of the library. The base class returns it unchanged.
+        """
+        return layer
+
     def swapped(self, model: Any) -> dict[int, New]:
         """Return the attention modules that were inserted into a model, by layer number."""
-        return {index: layer.swapped for index, layer in enumerate(self.layers(model)) if hasattr(layer, "swapped")}
+        holders = ((index, self.holder(layer)) for index, layer in enumerate(self.candidates(model)))
+        return {index: holder.swapped for index, holder in holders if hasattr(holder, "swapped")}
 
     def use_original(self, model: Any, layer: Any, original: bool) -> None:
         """Switch a layer with replaced attention to its original attention, or back to the new attention.
@@ -146,5 +162,5 @@ class NoCrossAttention(LayerGroup[CrossAttention, CrossAttentionConfig]):
         return {}
 
     @override
-    def swapped(self, model: Any) -> dict[int, CrossAttention]:
-        return {}
+    def candidates(self, model: Any) -> list[Any]:
+        return []

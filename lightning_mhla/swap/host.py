@@ -83,7 +83,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
     def restore(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Replace self-attention and cross-attention of a model in place, as recorded for another model.
+        """Replace self-attention and cross-attention of a model in place, as recorded for another model; store the record.
 
         Args:
             model: model with its original attention.
@@ -96,6 +96,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         self.put_in(model, record)
         if CROSS in record:
             self.cross.put_in(model, record[CROSS])
+        self.remember(model, record)
 
     def replaced(self, model: Any) -> list[ReplacedLayer]:
         """Return all layers whose attention was replaced: self-attention in the order of the layers, then cross-attention."""
@@ -103,7 +104,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         groups: tuple[LayerGroup[Any, Any], ...] = (self, self.cross)
         for group in groups:
             new = group.swapped(model)
-            modules = group.layers(model) if new else []
+            modules = group.candidates(model)
             replaced_layers += [ReplacedLayer(group, index, modules[index], layer) for index, layer in new.items()]
         return replaced_layers
 
@@ -117,7 +118,8 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         layers = self.layers(model)
         for index, attention in self.swapped(model).items():
             if attention.uses_blocks:
-                layers[index].blocks, layers[index].fitted = block_grid, None
+                holder = self.holder(layers[index])
+                holder.blocks, holder.fitted = block_grid, None
 
     @contextmanager
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
@@ -377,55 +379,31 @@ def blocks_along(axes: int, config: AttentionConfig) -> tuple[int, ...]:
 
 def build_beside(
     weight: Tensor, config: AttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
-) -> Attention:
+) -> Any:
     """Build an attention module without projections, for use with the projections of an existing layer.
 
     If the attention has an output gate, the gate is initialized so that it does not change the output.
 
     Args:
         weight: any weight of the existing layer; the new attention gets its device and dtype.
-        config: configuration of the new attention.
+        config: configuration of the new attention. A :class:`CrossAttentionConfig` has all options for the context set.
         dim: width of the tokens.
         heads: number of query heads.
-        layout: partition of the tokens into blocks.
-        options: further arguments of :func:`build_attention`.
+        layout: partition of the tokens, in cross-attention of the queries, into blocks.
+        options: further arguments of :func:`build_attention` or :func:`build_cross_attention`.
 
     Returns:
-        The new attention module.
+        The new attention module, a :class:`CrossAttention` for a :class:`CrossAttentionConfig`.
     """
+    attention: Attention | CrossAttention
     with weight.device:
-        attention = build_attention(config, dim, heads, layout, projections=False, **options)
-    return _like(weight, attention)
-
-
-def build_cross_beside(
-    weight: Tensor, config: CrossAttentionConfig, dim: int, heads: int, layout: BlockLayout, **options: Any
-) -> CrossAttention:
-    """Build a cross-attention module without projections, for use with the projections of an existing layer.
-
-    If the attention has an output gate, the gate is initialized so that it does not change the output.
-
-    Args:
-        weight: any weight of the existing layer; the new attention gets its device and dtype.
-        config: configuration of the new attention, with all options for the context set.
-        dim: width of the tokens.
-        heads: number of query heads.
-        layout: partition of the queries into blocks.
-        options: further arguments of :func:`build_cross_attention`.
-
-    Returns:
-        The new attention module.
-    """
-    assert config.key_tokens is not None
-    context = BlockLayout((config.key_tokens,), block_size=config.key_block_size)
-    config = replace(config, rotary=False)
-    with weight.device:
-        attention = build_cross_attention(config, dim, heads, layout, context, projections=False, **options)
-    return _like(weight, attention)
-
-
-def _like(weight: Tensor, attention: Any) -> Any:
-    """Convert new attention to the dtype of a weight, and initialize its gate so that the gate does not change the output."""
+        if isinstance(config, CrossAttentionConfig):
+            assert config.key_tokens is not None
+            context = BlockLayout((config.key_tokens,), block_size=config.key_block_size)
+            config = replace(config, rotary=False)
+            attention = build_cross_attention(config, dim, heads, layout, context, projections=False, **options)
+        else:
+            attention = build_attention(config, dim, heads, layout, projections=False, **options)
     if weight.dtype != torch.get_default_dtype():
         attention = attention.to(weight.dtype)
     attention.open_gate()

@@ -9,10 +9,11 @@ values, and replace the attention again when a model is built.
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from lightning_mhla.swap.host import SAVED
 from lightning_mhla.system.untrusted import read_json
@@ -44,10 +45,13 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
 
     Args:
         mixin: mixin that replaces the attention.
-        host: model or configuration class from diffusers or transformers.
+        host: model or configuration class from diffusers or transformers. A class that was derived from ``mixin`` before is
+            returned unchanged.
         name: name of the derived class, which can be imported under this name from the module of ``mixin``.
         attributes: class attributes of the derived class.
     """
+    if issubclass(host, mixin):
+        return host
     if (mixin, host) not in _derived:
         base_attributes = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
         _derived[mixin, host] = type(name, (mixin, host), {**base_attributes, **attributes})
@@ -74,6 +78,55 @@ class SwappedClass:
         """
         parts: Any = super().__reduce_ex__(protocol)
         return (blank, (self.mixin, self.host), *parts[2:])
+
+
+class SwappedModel(SwappedClass):
+    """Base class of the mixins for model classes, with methods to load and save weights."""
+
+    _all_weights: ClassVar[bool] = False
+    """Whether files must contain exactly the weights of the model. Weights of the new attention are always required."""
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
+    ) -> Any:
+        """Load a saved model with replaced attention.
+
+        Args:
+            pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
+            args: further positional arguments of the library's method.
+            output_loading_info: whether to also return which weights were missing or unexpected.
+            options: further keyword arguments of the library's method.
+
+        Returns:
+            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
+
+        Raises:
+            ValueError: if the weights in the files do not fit the model.
+        """
+        source = pretrained_model_name_or_path
+        model, info = super().from_pretrained(source, *args, output_loading_info=True, **options)  # type: ignore[misc]
+        check_complete(cls.__name__, source, info, cls._all_weights)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **options: Any) -> None:
+        """Save the model, and remove older weight files that the library would load in place of the new ones.
+
+        The arguments are the same as for the library's method.
+        """
+        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
+        arguments = signature.bind(self, *args, **options).arguments
+        super().save_pretrained(*args, **options)  # type: ignore[misc]
+        if arguments.get("is_main_process", True):
+            self._remove_older(arguments)
+
+    def _remove_older(self, arguments: Mapping[str, Any]) -> None:
+        """Remove older weight files that the library would load in place of those just saved.
+
+        Args:
+            arguments: arguments with which the library's ``save_pretrained`` was called, by name.
+        """
+        raise NotImplementedError
 
 
 def blank(mixin: Any, host: type) -> Any:

@@ -299,4 +299,3 @@ def swap_saved(model: Any, saved: Mapping[str, Any]) -> None:
     if host.record(model) is not None:
         raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
     host.restore(model, saved)
-    host.remember(model, saved)

@@ -53,7 +53,7 @@ class TimmFolders(TimmHost):
             model: nn.Module = timm.create_model(name, pretrained=True, **options)
         else:  # an older folder, saved under the original architecture, without the record among the model's arguments
             model = timm.create_model(name, pretrained=False, **options)
-            _swap(model, config[SAVED])
+            self.restore(model, config[SAVED])
             _load(model, **options)
         if dtype is not None:
             for name, parameter in model.named_parameters():
@@ -173,16 +173,10 @@ def mhla_swapped(
     if saved := options.get("pretrained_model_args"):
         options["pretrained_model_args"] = {k: v for k, v in saved.items() if k not in (HOST_MODEL, SAVED)}
     built: nn.Module = timm.create_model(model, pretrained=False, **options)
-    _swap(built, swapped_attention)
+    TimmFolders().restore(built, swapped_attention)
     if pretrained:
         _load(built, cache_dir=options.get("cache_dir"))
     return built
-
-
-def _swap(model: nn.Module, record: Mapping[str, Any]) -> None:
-    host = TimmFolders()
-    host.restore(model, record)
-    host.remember(model, record)
 
 
 def _load(model: Any, **options: Any) -> None:

@@ -154,8 +154,8 @@ class TransformersHost(HostLibrary):
         return built
 
     @override
-    def swapped(self, model: Any) -> dict[int, Attention]:
-        return {} if getattr(model.config, "is_encoder_decoder", False) else super().swapped(model)
+    def candidates(self, model: Any) -> list[Any]:
+        return [] if getattr(model.config, "is_encoder_decoder", False) else self.layers(model)
 
     @override
     def use_original(self, model: Any, layer: Any, original: bool) -> None:

@@ -26,6 +26,7 @@ from lightning_mhla.swap.saved import (
     NOTICE,
     REMOTE,
     SwappedClass,
+    SwappedModel,
     check_complete,
     derive,
     guarded,
@@ -66,7 +67,7 @@ class SwappedConfig(SwappedClass):
         Args:
             host: transformers configuration class. If it already is such a class, it is returned unchanged.
         """
-        return host if issubclass(host, cls) else derive(cls, host, f"{PREFIX}{host.__name__}")
+        return derive(cls, host, f"{PREFIX}{host.__name__}")
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
@@ -146,7 +147,7 @@ class SwappedConfig(SwappedClass):
         return {auto: f"{REMOTE}.{name}" for auto, name in names.items()}
 
 
-class SwappedTransformersModel(SwappedClass):
+class SwappedTransformersModel(SwappedModel):
     """Base class of transformers models whose constructor replaces the attention as recorded in the model's configuration."""
 
     @classmethod
@@ -158,8 +159,6 @@ class SwappedTransformersModel(SwappedClass):
         Args:
             host: transformers model class. If it already is such a class, it is returned unchanged.
         """
-        if issubclass(host, cls):
-            return host
         config = SwappedConfig.derive_from(host.config_class)
         float32_modules = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
         # with these, transformers itself rejects static caches and decoding that removes tokens again
@@ -198,42 +197,11 @@ class SwappedTransformersModel(SwappedClass):
         parameters = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
         unsaved = {name: value for name, value in record.get("options", {}).items() if name in parameters}
         super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]
-        host = TransformersFolders()
-        host.restore(self, record)
-        host.remember(self, record)
+        TransformersFolders().restore(self, record)
 
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any = None, *args: Any, output_loading_info: bool = False, **options: Any
-    ) -> Any:
-        """Load a saved model with replaced attention.
-
-        Args:
-            pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
-            args: further positional arguments of the transformers method.
-            output_loading_info: whether to also return which weights were missing or unexpected.
-            options: further keyword arguments of the transformers method.
-
-        Returns:
-            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
-
-        Raises:
-            ValueError: if weights of the new attention are missing, which transformers would leave uninitialized.
-        """
-        source = pretrained_model_name_or_path
-        model, info = super().from_pretrained(source, *args, output_loading_info=True, **options)  # type: ignore[misc]
-        check_complete(cls.__name__, source, info)
-        return (model, info) if output_loading_info else model
-
-    def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model, and remove older weight files that transformers would load in place of the new ones.
-
-        The arguments are the same as for the transformers method.
-        """
-        signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
-        arguments = signature.bind(self, *args, **options).arguments
-        super().save_pretrained(*args, **options)  # type: ignore[misc]
-        if arguments.get("is_main_process", True) and not getattr(self, "_hf_peft_config_loaded", False):
+    @override
+    def _remove_older(self, arguments: Mapping[str, Any]) -> None:
+        if not getattr(self, "_hf_peft_config_loaded", False):
             remove_stale(arguments["save_directory"], "model", arguments.get("variant"), "safetensors")
 
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import BlockLayout, CrossAttention, CrossAttentionConfig
 from lightning_mhla.swap.groups import LayerGroup
-from lightning_mhla.swap.host import build_cross_beside, refuse_float16
+from lightning_mhla.swap.host import build_beside, refuse_float16
 
 CROSS_MODULES = ("EncDecAttention", "encoder_attn")
 """Possible attribute names of the cross-attention module in a decoder layer."""
@@ -68,8 +68,8 @@ class TransformersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
         return layers
 
     @override
-    def swapped(self, model: Any) -> dict[int, CrossAttention]:
-        return {index: layer.swapped for index, layer in enumerate(cross_modules(model)) if hasattr(layer, "swapped")}
+    def candidates(self, model: Any) -> list[Any]:
+        return cross_modules(model)
 
     @override
     def complete(self, model: Any, config: CrossAttentionConfig) -> CrossAttentionConfig:
@@ -158,4 +158,5 @@ def _build(layer: Any, config: CrossAttentionConfig) -> CrossAttention:
     longest = _longest(layer.config, "max_target_positions", "max_position_embeddings", "n_positions")
     layout = BlockLayout((longest,), block_size=config.block_size or longest)
     dim = layer.d_model if is_t5 else layer.embed_dim
-    return build_cross_beside(weight, config, dim, heads, layout, key_width=width, value_width=width)
+    attention: CrossAttention = build_beside(weight, config, dim, heads, layout, key_width=width, value_width=width)
+    return attention
