@@ -103,7 +103,7 @@ def state_space_dual(
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state)
         if native:
-            return kernels.state_space_dual(q, k, v, log_decay, scale, initial_state, bounds)
+            return kernels.run("simple_gla.chunk_simple_gla", q, k, v, log_decay, scale, initial_state, bounds)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(log_decay))
 

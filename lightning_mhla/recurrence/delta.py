@@ -66,7 +66,8 @@ def gated_delta_rule(
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state, beta)
         if native:
-            return kernels.gated_delta_rule(q, k, v, beta, log_decay, scale, initial_state, bounds)
+            kernel = "gated_delta_rule.chunk_gated_delta_rule"
+            return kernels.run(kernel, q, k, v, log_decay, scale, initial_state, bounds, beta=beta)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         return _in_chunks(problem, problem.split(beta)[..., None], problem.split(log_decay))
 

@@ -57,7 +57,7 @@ def gated_linear_attention(
         if q.shape[1] == 1 and bounds is None:
             return one_token(q, k, v, log_decay, scale, initial_state)
         if native:
-            return kernels.gated_linear_attention(q, k, v, log_decay, scale, initial_state, bounds)
+            return kernels.run("gla.chunk_gla", q, k, v, log_decay, scale, initial_state, bounds)
         problem = prepare(q, k, v, scale, initial_state, bounds)
         q, k, v = problem.q, problem.k, problem.v
         decay = problem.split(log_decay)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from mhla_kernels.backend import BACKENDS
@@ -43,7 +43,8 @@ def chosen(backend: str, q: Tensor, widest: int | None = None) -> bool:
     return able and backend != "torch"
 
 
-def state_space_dual(
+def run(
+    kernel: str,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,102 +52,35 @@ def state_space_dual(
     scale: float | None,
     state: Tensor | None,
     bounds: list[int] | None,
+    **gates: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the state-space dual of Mamba-2 with fla-core's GPU kernel.
-
-    Unlike :func:`lightning_mhla.recurrence.state_space_dual`, this function does not check its arguments.
+    """Compute a recurrence with a GPU kernel of fla-core. The arguments are not checked.
 
     Args:
+        kernel: name of the kernel in ``fla.ops``, such as ``gla.chunk_gla``.
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
         v: values, ``[B, N, H, Dv]``.
-        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
+        log_decay: logarithm of the decay at each token, at most 0, ``[B, N, H]``, or ``[B, N, H, Dk]`` for each key feature.
         scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
         state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
         bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
+        gates: further arguments of the kernel, ``[B, N, H]``, such as ``beta`` of the delta rule.
 
     Returns:
         Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
     """
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    out, final = chunk_simple_gla(
-        q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds)
+    module, _, name = kernel.rpartition(".")
+    out, final = getattr(import_module(f"fla.ops.{module}"), name)(
+        q,
+        k.to(q.dtype),
+        v.to(q.dtype),
+        g=log_decay.float(),
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        initial_state=None if state is None else state.float(),
+        output_final_state=True,
+        cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int64, device=q.device),
+        **{gate: values.to(q.dtype) for gate, values in gates.items()},
     )
     return out.to(v.dtype), final
-
-
-def gated_linear_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    scale: float | None,
-    state: Tensor | None,
-    bounds: list[int] | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute gated linear attention with fla-core's GPU kernel.
-
-    Unlike :func:`lightning_mhla.recurrence.gated_linear_attention`, this function does not check its arguments.
-
-    Args:
-        q: queries, ``[B, N, H, Dk]``.
-        k: keys, ``[B, N, H, Dk]``.
-        v: values, ``[B, N, H, Dv]``.
-        log_decay: logarithm of the decay of each key feature at each token, ``[B, N, H, Dk]``, at most 0.
-        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
-        bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
-            sequence in each row.
-
-    Returns:
-        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
-    """
-    from fla.ops.gla import chunk_gla
-
-    out, final = chunk_gla(q, k.to(q.dtype), v.to(q.dtype), g=log_decay.float(), **_options(q, scale, state, bounds))
-    return out.to(v.dtype), final
-
-
-def gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    beta: Tensor,
-    log_decay: Tensor,
-    scale: float | None,
-    state: Tensor | None,
-    bounds: list[int] | None,
-) -> tuple[Tensor, Tensor]:
-    """Compute the gated delta rule with fla-core's GPU kernel.
-
-    Unlike :func:`lightning_mhla.recurrence.gated_delta_rule`, this function does not check its arguments.
-
-    Args:
-        q: queries, ``[B, N, H, Dk]``.
-        k: keys of length 1, ``[B, N, H, Dk]``.
-        v: values, ``[B, N, H, Dv]``.
-        beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
-        log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.
-        scale: factor on the products of queries and keys; None for ``Dk ** -0.5``.
-        state: state after earlier tokens, ``[B, H, Dk, Dv]``, or ``[S, H, Dk, Dv]`` for S packed sequences; None for zeros.
-        bounds: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
-            sequence in each row.
-
-    Returns:
-        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
-    """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    keys, values, beta = (x.to(q.dtype) for x in (k, v, beta))
-    options = _options(q, scale, state, bounds)
-    out, final = chunk_gated_delta_rule(q, keys, values, g=log_decay.float(), beta=beta, **options)
-    return out.to(v.dtype), final
-
-
-def _options(q: Tensor, scale: float | None, state: Tensor | None, bounds: list[int] | None) -> dict[str, Any]:
-    lengths = None if bounds is None else torch.tensor(bounds, dtype=torch.int64, device=q.device)
-    initial = None if state is None else state.float()
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return {"scale": scale, "initial_state": initial, "output_final_state": True, "cu_seqlens": lengths}
