@@ -1,4 +1,4 @@
-"""Trials of Triton kernels: their outputs and gradients for a small problem are compared with those of PyTorch."""
+"""Trials of Triton kernels, which compare outputs and gradients for a small problem with PyTorch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: width of a key, K.
         value_width: width of a value, V.
-        causal: whether a token attends to itself and earlier tokens only.
+        causal: whether later tokens are hidden or, with ``block_causal``, later blocks.
         normalize: whether outputs are divided by the normalizer.
         relu: whether the feature map is ``"relu"``.
         masked: whether there is a key mask.
@@ -90,9 +90,10 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def block_counts(form: str, dtype: str, many: bool, chip: int) -> tuple[int, ...]:
-    """Return the numbers of blocks for which kernels that mix by a matrix are compared with PyTorch.
+    """Return the numbers of blocks for which kernels that mix by a matrix are compared with PyTorch, in increasing order.
 
-    There is one for each set of tiles that these kernels use within ``many`` or its opposite.
+    In the chunked form, there is one for each set of tiles that these kernels use for up to 32 blocks or, with ``many``, for
+    more. The other forms have a single one.
 
     Args:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``. Only the chunked form mixes block summaries.
@@ -116,7 +117,7 @@ def make_problem(kind: Kind, device: torch.device, blocks: int = 3) -> Arguments
     Args:
         kind: properties of the call.
         device: device of the tensors.
-        blocks: number of blocks in the other forms.
+        blocks: number of blocks; ignored in the spanning form.
     """
     rand = random_numbers(device)
     size = kind.block_size
@@ -175,12 +176,15 @@ def try_kernels(kind: Kind, device: torch.device) -> Verdict:
 def compare_all(
     problems: Sequence[Callable[[], Any]], operator: Callable[..., Tensor], reference: Callable[..., Tensor]
 ) -> Verdict:
-    """Compare passes of Triton kernels with PyTorch on several problems, as :func:`compare_passes`, until one differs.
+    """Compare Triton kernels with PyTorch on one problem after the other, with :func:`compare_passes`, until one differs.
 
     Args:
         problems: functions that create the arguments of the operator, so that one problem is in memory at a time.
         operator: registered operator that runs the kernels.
-        reference: function that computes the same in PyTorch, from the arguments and a dtype.
+        reference: function that computes the same outputs in PyTorch, from the arguments and a dtype.
+
+    Returns:
+        Verdict on the problem that differs; if there is none, a verdict that lists the errors of all problems.
     """
     reasons, seconds = [], 0.0
     for make in problems:
@@ -193,7 +197,7 @@ def compare_all(
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function that makes float32 tensors of random numbers between 0 and 1, the same numbers in each trial.
+    """Return a function that makes float32 tensors of random numbers between 0 and 1, from a fixed seed.
 
     The function takes the lengths of the axes as arguments.
     """
@@ -222,12 +226,15 @@ def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> Tok
 
 
 def compare_passes(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Verdict:
-    """Compare forward and backward passes of Triton kernels with those of PyTorch in float64.
+    """Compare the outputs and all gradients of Triton kernels with results of PyTorch in float64.
 
     Args:
-        problem: arguments of the operator.
+        problem: arguments of the operator, a named tuple.
         operator: registered operator that runs the kernels.
-        reference: function that computes the same in PyTorch, from the arguments and a dtype.
+        reference: function that computes the same outputs in PyTorch, from the arguments and a dtype.
+
+    Returns:
+        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
     """
 
     def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor, fused: bool) -> Tensor:

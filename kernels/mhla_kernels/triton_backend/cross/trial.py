@@ -1,4 +1,4 @@
-"""Trials of the Triton kernels in cross-attention: a small problem is compared with PyTorch."""
+"""Trials of the Triton kernels in cross-attention, which compare a small problem with PyTorch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class CrossKind(NamedTuple):
         queries_masked: whether there is a query mask.
         keys_masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks of queries, or ``"packed"`` sequences.
-        key_layout: the same for the keys.
+        key_layout: ``"equal"`` or ``"uneven"`` blocks of keys, or ``"packed"`` sequences.
         block_size: queries in the largest block, rounded by :func:`mhla_kernels.triton_backend.trial.size_class`.
         key_block_size: keys in the largest block, rounded in the same way.
         many: whether the form is chunked and one side has more than 32 blocks, for which the kernels use larger tiles.
