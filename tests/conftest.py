@@ -82,6 +82,7 @@ LONGEST = (
 
 LONG = (
     "test_accumulation::test_every_callback_of_a_shipped_run_lasts",
+    "test_assistant_loss::test_two_processes_train_as_one_does",
     "test_benchmarks::test_a_fit_is_measured_beside_a_bare_loop",
     "test_benchmarks::test_a_step_of_linearising_a_1b_llama_is_counted_on_fake_tensors",
     "test_benchmarks::test_architectures_are_measured_by_kind_and_size",
@@ -154,6 +155,7 @@ LONG = (
     "test_paper::test_several_rows_at_a_time",
     "test_portable::test_compiled_it_is_the_same",
     "test_portable::test_int8_keeps_the_top_class",
+    "test_progress_bar::test_the_bar_of_a_resumed_run_counts_up_to_its_total",
     "test_real_weights::test_smollm2",
     "test_real_weights::test_minilm",
     "test_real_weights::test_minilm_with_many_dense_blocks_for_each_head_does_not_diverge",

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import Namespace
 from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, RichProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
@@ -32,13 +32,14 @@ from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.console import ignore_noise, prepare_streams, show_log
-from mhla_tasks.commandline.errors import CommandFailed, printable, reported
+from mhla_tasks.commandline.errors import report_usage_error, reported
 from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
 from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.options import check_trainer, leave_out_monitors, use_run_folder, write_beside_checkpoint
 from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, method_options
 from mhla_tasks.commandline.problems import shorten
+from mhla_tasks.commandline.progress_bar import EpochBar
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
@@ -105,18 +106,7 @@ class ShortErrorParser(LightningArgumentParser):
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
             origins = [f"{source.origin}: " for source in self.sources if denied[1] in str(source.values)]
             text = f"{''.join(origins[-1:])}{denied[1]}: {refusal(denied[1]) or 'may not be imported'}"
-        leave(text, self.program)
-
-
-def leave(text: str, program: str) -> NoReturn:
-    """Print a usage error and the command that shows the help, and exit with status 2.
-
-    Args:
-        text: the error message.
-        program: name of the command, such as ``lightning fit``.
-    """
-    sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
-    raise CommandFailed(text, 2)
+        report_usage_error(text, self.program)
 
 
 class SuiteCLI(LightningCLI):
@@ -277,14 +267,6 @@ def remove_unused(trainer: Trainer) -> None:
         remove_log_folder(folder)
 
 
-class EpochBar(RichProgressBar):
-    """Progress bar that omits the total number of epochs if training is limited only by a number of steps."""
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        limit = self.trainer.max_epochs
-        return f"Epoch {current_epoch}" if limit in (None, -1) else super()._get_train_description(current_epoch)
-
-
 def main(args: Sequence[str] | None = None) -> None:
     """Run ``fit``, ``validate``, ``test`` or ``predict``, and print a short message for each error that the user can fix.
 
@@ -318,7 +300,7 @@ def _run(arguments: Sequence[str]) -> None:
             plan = make_plan(line)
         check_same(plan)
     except UsageError as error:
-        leave(str(error), program)
+        report_usage_error(str(error), program)
     build(plan).run()
 
 
