@@ -143,7 +143,7 @@ MODULES: dict[str, Case] = {
         {
             **COMMON, **SHARDS, "train": ("{}/other", ORDER), "context": (6, ORDER),
             "shards": [({"shuffle_window": 1}, ORDER), ({**PLAIN, "shuffle_window": None}, NOTHING)], "separate_documents": (True, SAMPLES), "tokenizer": ("{}/tokenizer", NOTHING),
-            "prompts": ("{}/prompts.txt", PREDICTION),
+            "prompts": ("{}/prompts.txt", PREDICTION), "assistant_only_loss": (True, SAMPLES),
         },
     ),
     "language.TextPassages": Case(

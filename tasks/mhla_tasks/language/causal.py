@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar, Literal, cast
 
+import torch
 from lightning import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -194,9 +195,33 @@ class CausalLanguageModel(TrainingModule):
         """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
+        if "target_mask" in batch:
+            return self._balanced(loss, self._targets(batch, share))
         if share is not None:
             loss = loss * share.weight  # gradients are averaged over processes, whose numbers of tokens may differ
         self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
+        return loss
+
+    def _balanced(self, loss: Tensor, targets: Tensor) -> Tensor:
+        """Weight and log the loss of targets whose number differs from process to process.
+
+        Args:
+            loss: mean over the targets of this process, a scalar.
+            targets: targets of this process, ``[B, N]`` int64; -100 is ignored.
+
+        Returns:
+            The loss with a weight, so that its average over the processes is the mean over the targets of all processes.
+        """
+        mean = loss.detach()
+        if self.trainer.world_size > 1:
+            local = (targets != IGNORED).sum().float()
+            total = local.clone()
+            torch.distributed.all_reduce(total)
+            loss = loss * local * self.trainer.world_size / total.clamp(min=1)
+            mean = loss.detach().clone()
+            torch.distributed.all_reduce(mean)
+            mean = mean / self.trainer.world_size
+        self.log_loss(mean, len(targets))
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
@@ -290,8 +315,9 @@ class CausalLanguageModel(TrainingModule):
             return
         share, valid = self._share(batch), batch["valid"]
         losses = self._losses(batch, "none", share).view(len(valid), -1)[valid]
+        tokens = (self._targets(batch, share)[valid] != IGNORED).sum()
         first = share is None or share.start == 0  # one of the processes that share a sequence counts its bytes
-        sums = {"nats": losses.double().sum(), "tokens": losses.numel(), "bytes": batch["bytes"][valid].sum() * first}
+        sums = {"nats": losses.double().sum(), "tokens": tokens, "bytes": batch["bytes"][valid].sum() * first}
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
@@ -318,6 +344,11 @@ class CausalLanguageModel(TrainingModule):
         share = self.network.backbone.share(group, batch["tokens"].shape[1] - 1)
         share.agree(*(value for value in batch.values() if isinstance(value, Tensor)))
         return share
+
+    def _targets(self, batch: dict[str, Any], share: SequenceShare | None) -> Tensor:
+        """Return the targets of this process, ``[B, N]`` int64; -100 is ignored."""
+        _, targets = inputs_and_targets(batch)
+        return targets if share is None else share.of(targets)
 
     def _losses(self, batch: dict[str, Any], reduction: Literal["mean", "none"], share: SequenceShare | None) -> Tensor:
         inputs, targets = inputs_and_targets(batch)
@@ -350,11 +381,15 @@ def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     Args:
         batch: dict with the entry ``tokens``. If it also has ``labels``, both are ``[B, N]`` int64, and the labels are the
-            targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it.
+            targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it;
+            with the entry ``target_mask``, ``[B, N]`` bool, only where this is True.
 
     Returns:
-        Input tokens and targets, each ``[B, N]`` int64.
+        Input tokens and targets, each ``[B, N]`` int64. Targets that the loss does not count are -100.
     """
     if "labels" in batch:
         return batch["tokens"], batch["labels"]
-    return batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    if "target_mask" in batch:
+        targets = targets.masked_fill(~batch["target_mask"], IGNORED)
+    return inputs, targets

@@ -7,13 +7,20 @@ placeholder for a message, which is replaced afterwards.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TypeVar
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from lightning_mhla.system.untrusted import time_limit
-from mhla_tasks.language.encoding import control_tokens, encode_texts
+from mhla_tasks.language.encoding import control_tokens, encode_texts, encode_with_offsets
+from mhla_tasks.language.targets import UnknownRepliesError, tokens_of_characters
+
+Output = TypeVar("Output")
 
 TEMPLATE_SECONDS = 10.0
 """Time limit for rendering a chat template in seconds, far above the time of a well-behaved one."""
@@ -26,6 +33,12 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """Chat template in the format ChatML (https://github.com/openai/openai-python/blob/v0.28.1/chatml.md)."""
+
+ASSISTANT = "assistant"
+"""Role of the messages that the model writes, in every chat template."""
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""Pattern of the tag around the text that the model writes, which transformers defines for chat templates."""
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 """Control tokens of :data:`CHATML`."""
@@ -63,12 +76,81 @@ class ChatTemplate:
         Raises:
             ValueError: if the template rejects the messages.
         """
-        rows = [{"role": role, "content": content} for role, content in messages]
+        rows = _rows(messages)
+        return _guarded(
+            lambda: str(self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=reply))
+        )
+
+    def reply_ranges(self, messages: Sequence[tuple[str, str]], rendered: str) -> list[tuple[int, int]]:
+        """Return the ranges of characters that the model writes in the output of the template.
+
+        A template may mark them with the tag ``generation``, as for transformers' ``return_assistant_tokens_mask``. Without
+        the tag, a reply begins where the output for the messages before it ends, with the prompt for a reply, which is what the
+        model reads in a chat. It ends with the control token that ends replies, or, in a template without such a token, where
+        the output for the messages up to the reply ends.
+
+        Args:
+            messages: role and text of each message.
+            rendered: output of :meth:`render_messages` for these messages.
+
+        Returns:
+            Index of the first character of each range, and index after its last one, in ascending order.
+
+        Raises:
+            UnknownRepliesError: if the template does not mark replies, and changes the text before a reply when it follows.
+        """
+        if self._marks_replies:
+            return self._marked_ranges(messages)
+        ranges: list[tuple[int, int]] = []
+        for number, (role, _) in enumerate(messages):
+            if role != ASSISTANT:
+                continue
+            start = self._prefix(messages[:number], rendered, True, number)
+            stop = rendered.find(self._reply_end, start) if self._reply_end else -1
+            end = stop + len(self._reply_end)
+            if stop < 0:
+                end = self._prefix(messages[: number + 1], rendered, False, number)
+            # With placeholders for messages, it shows whether a range contains its own message and no other one.
+            contains_others = {*PLACEHOLDER.findall(rendered[start:end])} - {str(number)}
+            if start > end or contains_others or (ranges and start < ranges[-1][1]):
+                raise _unknown(number)
+            ranges.append((start, end))
+        return ranges
+
+    def _prefix(self, messages: Sequence[tuple[str, str]], rendered: str, reply: bool, number: int) -> int:
+        """Return the length of the output for the first messages, after checking that the complete output begins with it."""
         try:
-            with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
-                return str(self.tokenizer.apply_chat_template(rows, tokenize=False, add_generation_prompt=reply))
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-            raise ValueError(f"the chat template rejects the messages: {error}") from error
+            prefix = self.render_messages(messages, reply)
+        except ValueError as error:
+            raise _unknown(number) from error
+        if not rendered.startswith(prefix):
+            raise _unknown(number)
+        return len(prefix)
+
+    @cached_property
+    def _marks_replies(self) -> bool:
+        return MARKED.search(self.tokenizer.get_chat_template()) is not None
+
+    def _marked_ranges(self, messages: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
+        """Return the ranges of characters that the template marks with the tag ``generation``."""
+        _, ranges = _guarded(
+            lambda: render_jinja_template(  # what apply_chat_template calls, which returns no ranges of characters
+                conversations=[_rows(messages)],
+                chat_template=self.tokenizer.get_chat_template(),
+                return_assistant_tokens_mask=True,
+                add_generation_prompt=False,
+                **self.tokenizer.special_tokens_map,
+            )
+        )
+        return [(start, end) for start, end in ranges[0] if start < end]
+
+    @cached_property
+    def _reply_end(self) -> str:
+        """Spelling of the control token that ends a reply; empty if the template has none."""
+        try:
+            return next((self.control[token] for token in self.reply_ends([])), "")
+        except ValueError:
+            return ""
 
     def fill(self, rendered: str, contents: Sequence[str]) -> str:
         """Return the text in which messages replace the placeholders.
@@ -98,6 +180,40 @@ class ChatTemplate:
                 ids += encode_texts(self.tokenizer, [text], read_control_tokens=number % 2 == 0)[0]
         return ids
 
+    def encode_with_replies(
+        self, rendered: str, contents: Sequence[str], ranges: list[tuple[int, int]]
+    ) -> tuple[list[int], np.ndarray]:
+        """Return the same token indices as :meth:`encode` for messages that spell a control token, and those of the replies.
+
+        Args:
+            rendered: output of :meth:`render`.
+            contents: texts of all messages, at least one of which spells a control token.
+            ranges: ranges of characters of ``rendered`` that the model writes.
+
+        Returns:
+            Token indices, and the mask of the tokens that the model writes, ``[n]`` bool.
+
+        Raises:
+            ValueError: if the tokenizer does not report the place of a token, or fails on a text.
+        """
+        ids: list[int] = []
+        masks: list[np.ndarray] = [np.zeros(0, dtype=bool)]
+        position = 0
+        for number, part in enumerate(PLACEHOLDER.split(rendered)):
+            if number % 2:
+                tokens = encode_texts(self.tokenizer, [contents[int(part)]])[0] if contents[int(part)] else []
+                mask = np.full(len(tokens), any(start <= position < end for start, end in ranges))
+                position += len(placeholder(int(part)))
+            elif part:
+                tokens, offsets = encode_with_offsets(self.tokenizer, [part])[0]
+                mask = tokens_of_characters(offsets + position, ranges)
+                position += len(part)
+            else:
+                continue
+            ids += tokens
+            masks.append(mask)
+        return ids, np.concatenate(masks)
+
     def spelled(self, contents: Sequence[str]) -> bool:
         """Return whether a message spells a control token."""
         return any(token in text for text in contents for token in self.control.values() if token)
@@ -122,3 +238,24 @@ class ChatTemplate:
 def placeholder(number: int) -> str:
     """Return the characters that stand for the message with this number in a rendered template."""
     return f"\ue000{number}\ue001"
+
+
+def _rows(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
+    return [{"role": role, "content": content} for role, content in messages]
+
+
+def _guarded(render: Callable[[], Output]) -> Output:
+    """Run a function that renders a chat template, with a time limit and one type of error."""
+    try:
+        with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
+            return render()
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"the chat template rejects the messages: {error}") from error
+
+
+def _unknown(number: int) -> UnknownRepliesError:
+    return UnknownRepliesError(
+        f"the chat template does not show which text the model writes: the text before message {number + 1} ({ASSISTANT}) is "
+        "not the one that a chat has when the reply begins; put {% generation %} and {% endgeneration %} around the "
+        "replies in the template, or use a different one"
+    )

@@ -37,7 +37,7 @@ from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
 from mhla_tasks.language.text_bytes import counts_exactly
-from mhla_tasks.language.token_shards import MISSING, ShardRuns
+from mhla_tasks.language.token_shards import MISSING, TARGETS, ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
 
 
@@ -181,6 +181,8 @@ class HubText(TextData):
         control_tokens: whether the spelling of a control token in a text, such as <|endoftext|>, becomes that token; false
             leaves it as text.
         prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        assistant_only_loss: whether the loss of a dialogue, in training and validation, counts only the messages of the
+            assistant and the tokens that end them; false counts all messages. Texts always count in full.
     """
 
     def __init__(
@@ -201,6 +203,7 @@ class HubText(TextData):
         seed: int | None = None,
         prompts: str | None = None,
         control_tokens: bool = False,
+        assistant_only_loss: bool = False,
     ) -> None:
         super().__init__(
             context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
@@ -212,6 +215,7 @@ class HubText(TextData):
             if value < least:
                 raise ValueError(f"{option}={value} must be at least {least}")
         self.tokenizer_name, self.column, self.control_tokens = tokenizer, column, control_tokens
+        self.assistant_only_loss = assistant_only_loss
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
         self.steps_per_epoch, self.shuffle_buffer, self.val_documents = steps_per_epoch, shuffle_buffer, val_documents
         self._stream: StreamLoader | None = None
@@ -238,16 +242,23 @@ class HubText(TextData):
         remarks.report()
         if not documents:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
-        tokens, starts, missing = self._encoder(documents)
-        runs = ArrayRuns(tokens, starts, "the first documents of the data set", missing)
-        return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
+        targets = None
+        if self.assistant_only_loss:
+            (tokens, starts, missing), targets = self._encoder.with_targets(documents)
+        else:
+            tokens, starts, missing = self._encoder(documents)
+        runs = ArrayRuns(tokens, starts, "the first documents of the data set", missing, targets)
+        return TokenWindows(
+            runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
+        )
 
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
         """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on."""
         rank, world = process_share(self.trainer)
         rows_per_process = samples_each(self.batch_size, world)
         rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
-        table, encode = token_bytes(self.tokenizer), self._encoder.one
+        table = token_bytes(self.tokenizer)
+        encode = self._encoder.one_with_targets if self.assistant_only_loss else self._encoder.one
 
         def make(positions: Sequence[RowPosition]) -> PackedRows:
             return PackedRows(self._documents, encode, positions, rows, self.context, table, self.separate_documents)
@@ -344,6 +355,8 @@ class TokenShards(TextData):
         seed: random seed for the order of the samples; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloads.
         prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        assistant_only_loss: whether the loss of a dialogue, in training and validation, counts only the messages of the
+            assistant and the tokens that end them; false counts all messages. Texts always count in full.
     """
 
     def __init__(
@@ -358,6 +371,7 @@ class TokenShards(TextData):
         seed: int | None = None,
         shards: ShardOptions = ShardOptions(shuffle_window=None),
         prompts: str | None = None,
+        assistant_only_loss: bool = False,
     ) -> None:
         super().__init__(
             context, separate_documents, prompts,
@@ -366,7 +380,7 @@ class TokenShards(TextData):
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
-        self.tokenizer_name = tokenizer
+        self.tokenizer_name, self.assistant_only_loss = tokenizer, assistant_only_loss
 
     @cached_property
     @override
@@ -392,4 +406,13 @@ class TokenShards(TextData):
                 "bytes of the text (for bits per byte) cannot be counted from the tokens; prepare the validation shards again "
                 "with lightning prepare text"
             )
-        return TokenWindows(runs, self.context, token_bytes(self.tokenizer), self.separate_documents)
+        unmarked = [run for run in range(len(runs.lengths)) if not runs.has_targets(run)]
+        if self.assistant_only_loss and unmarked:
+            raise ValueError(
+                f"{runs.describe(unmarked[0])} has no .{TARGETS}, so the assistant's messages are unknown, which "
+                "assistant_only_loss needs; prepare the shards again with lightning prepare text, which warns if the chat "
+                "template does not show which text the model writes, or set assistant_only_loss: false"
+            )
+        return TokenWindows(
+            runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
+        )

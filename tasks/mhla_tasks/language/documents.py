@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mhla_tasks.language.chat_template import ChatTemplate, placeholder
 from mhla_tasks.language.dialogues import Dialogue, Document
-from mhla_tasks.language.encoding import control_tokens, encode_texts
+from mhla_tasks.language.encoding import control_tokens, encode_texts, encode_with_offsets
+from mhla_tasks.language.targets import UnknownRepliesError, tokens_of_characters
 from mhla_tasks.language.tokenizer import token_bytes
 
 
@@ -27,6 +28,20 @@ class EncodedDocuments(NamedTuple):
     tokens: np.ndarray
     starts: np.ndarray
     missing: np.ndarray
+
+
+class EncodedDocument(NamedTuple):
+    """Tokens of one document.
+
+    Attributes:
+        tokens: token indices, ``[n]`` int64.
+        missing: length of the text in bytes minus the number of bytes that the tokens stand for; negative if these are more.
+        targets: mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
+    """
+
+    tokens: np.ndarray
+    missing: int
+    targets: np.ndarray | None = None
 
 
 class DocumentEncoder:
@@ -51,7 +66,9 @@ class DocumentEncoder:
         for index, token in control_tokens(tokenizer).items():
             self.sizes[index] = len(token.encode())
         self._template = ChatTemplate(tokenizer)
-        self._rendered: dict[tuple[str, ...], str] = {}  # outputs of the chat template with placeholders, by roles
+        # Output of the chat template with placeholders by roles, and the ranges of its replies if they were asked for.
+        self._rendered: dict[tuple[str, ...], str] = {}
+        self._ranges: dict[tuple[str, ...], list[tuple[int, int]]] = {}
 
     def __call__(self, documents: Sequence[Document]) -> EncodedDocuments:
         """Encode documents.
@@ -63,29 +80,63 @@ class DocumentEncoder:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
                 template for a dialogue, or the template leaves out a message.
         """
+        return self._encode(documents, with_targets=False)[0]
+
+    def with_targets(self, documents: Sequence[Document]) -> tuple[EncodedDocuments, np.ndarray]:
+        """Encode documents, and mark the tokens that the loss counts if it leaves out what the model does not write.
+
+        All tokens of a text count. Of a dialogue, those of the assistant's messages count, and the control token that ends
+        them, as with transformers' ``return_assistant_tokens_mask``.
+
+        Args:
+            documents: texts and dialogues.
+
+        Returns:
+            The tokens, and the mask of those that count, ``[n]`` bool.
+
+        Raises:
+            UnknownRepliesError: if the chat template or the tokenizer does not show which tokens the model writes.
+            ValueError: in the cases of :meth:`__call__`.
+        """
+        return self._encode(documents, with_targets=True)
+
+    def one(self, document: Document) -> EncodedDocument:
+        """Encode a single document, all of whose tokens count toward the loss."""
+        tokens, _, missing = self([document])
+        return EncodedDocument(tokens, int(missing[0]))
+
+    def one_with_targets(self, document: Document) -> EncodedDocument:
+        """Encode a single document with the mask of :meth:`with_targets`."""
+        (tokens, _, missing), targets = self.with_targets([document])
+        return EncodedDocument(tokens, int(missing[0]), targets)
+
+    def _encode(self, documents: Sequence[Document], with_targets: bool) -> tuple[EncodedDocuments, np.ndarray]:
         dialogues = [document for document in documents if isinstance(document, Dialogue)]
         plain = [document for document in documents if isinstance(document, str)]
-        encoded_dialogues = iter(self._dialogues(dialogues))
+        encoded_dialogues = iter(self._dialogues(dialogues, with_targets))
         encoded_texts = zip(plain, encode_texts(self.tokenizer, plain, self.read_control_tokens), strict=True)
-        rows, missing = [], []
+        rows, missing, masks = [], [], []
         for document in documents:
             if isinstance(document, Dialogue):
-                text, ids = next(encoded_dialogues)
+                text, ids, mask = next(encoded_dialogues)
                 rows.append(np.array(ids, dtype=np.int64))
+                masks.append(mask)
             else:
                 text, ids = next(encoded_texts)
                 rows.append(encode_document(ids, self.tokenizer))
+                masks.append(np.ones(len(rows[-1]), dtype=bool))
             missing.append(len(text.encode()) - int(self.sizes[ids].sum()))
         starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
-        return EncodedDocuments(np.concatenate(rows), starts, np.array(missing, dtype=np.int64))
+        encoded = EncodedDocuments(np.concatenate(rows), starts, np.array(missing, dtype=np.int64))
+        return encoded, np.concatenate(masks)
 
-    def one(self, document: Document) -> tuple[np.ndarray, int]:
-        """Return the tokens of a single document, ``[n]`` int64, and its number of missing bytes."""
-        tokens, _, missing = self([document])
-        return tokens, int(missing[0])
+    def _dialogues(self, dialogues: Sequence[Dialogue], with_targets: bool) -> list[tuple[str, list[int], np.ndarray]]:
+        """Return the text, the tokens, and the mask of the tokens that the loss counts, of each dialogue.
 
-    def _dialogues(self, dialogues: Sequence[Dialogue]) -> list[tuple[str, list[int]]]:
-        """Return the text and the tokens of each dialogue."""
+        Args:
+            dialogues: dialogues to encode.
+            with_targets: whether the loss counts replies only; otherwise it counts all tokens.
+        """
         if not dialogues:
             return []
         if self.tokenizer.chat_template is None:
@@ -93,28 +144,70 @@ class DocumentEncoder:
                 f"{dialogues[0].place}: the text is a dialogue, and the tokenizer has no chat template; use the tokenizer of a "
                 "chat model, or make one with lightning prepare tokenizer --chat"
             )
-        texts, rows = [], {}
+        texts: list[str] = []
+        ranges: list[list[tuple[int, int]]] = []
+        rows: dict[int, tuple[list[int], np.ndarray]] = {}
         for number, dialogue in enumerate(dialogues):
             contents = [content for _, content in dialogue.messages]
             try:
-                rendered = self._with_placeholders(tuple(role for role, _ in dialogue.messages))
+                rendered, replies = self._with_placeholders(tuple(role for role, _ in dialogue.messages), with_targets)
                 if self._template.spelled(contents):
                     texts.append(self._template.fill(rendered, contents))
-                    rows[number] = self._template.encode(rendered, contents)
+                    rows[number] = self._spelled(rendered, contents, replies, with_targets)
                 else:
                     texts.append(self._template.render_messages(dialogue.messages))
+                    if with_targets:
+                        replies = self._template.reply_ranges(dialogue.messages, texts[-1])
+                ranges.append(replies)
+            except UnknownRepliesError as error:
+                raise UnknownRepliesError(f"{dialogue.place}: {error}") from error
             except ValueError as error:
                 raise ValueError(f"{dialogue.place}: {error}") from error
         others = [number for number in range(len(texts)) if number not in rows]
-        encoded = encode_texts(self.tokenizer, [texts[number] for number in others], read_control_tokens=True)
+        texts_to_encode, their_ranges = [texts[number] for number in others], [ranges[number] for number in others]
+        encoded = self._rendered_texts(texts_to_encode, their_ranges if with_targets else None)
         rows |= dict(zip(others, encoded, strict=True))
         for number, dialogue in enumerate(dialogues):
-            if not rows[number]:
+            if not rows[number][0]:
                 raise ValueError(f"{dialogue.place}: the chat template gives a text without tokens")
-        return [(text, rows[number]) for number, text in enumerate(texts)]
+        return [(text, *rows[number]) for number, text in enumerate(texts)]
 
-    def _with_placeholders(self, roles: tuple[str, ...]) -> str:
-        """Return the output of the template with placeholders, after checking that it has all messages."""
+    def _spelled(
+        self, rendered: str, contents: list[str], replies: list[tuple[int, int]], with_targets: bool
+    ) -> tuple[list[int], np.ndarray]:
+        """Return the tokens and the mask of a dialogue in which a message spells a control token."""
+        if with_targets:
+            return self._template.encode_with_replies(rendered, contents, replies)
+        ids = self._template.encode(rendered, contents)
+        return ids, np.ones(len(ids), dtype=bool)
+
+    def _rendered_texts(
+        self, texts: list[str], ranges: list[list[tuple[int, int]]] | None
+    ) -> list[tuple[list[int], np.ndarray]]:
+        """Return the tokens and the mask of each output of the chat template.
+
+        Args:
+            texts: outputs of the template.
+            ranges: for each text, the ranges of characters whose tokens the loss counts; None if it counts all tokens.
+        """
+        if ranges is None:
+            rows = encode_texts(self.tokenizer, texts, read_control_tokens=True)
+            return [(ids, np.ones(len(ids), dtype=bool)) for ids in rows]
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        return [
+            (ids, tokens_of_characters(offsets, part)) for (ids, offsets), part in zip(encoded, ranges, strict=True)
+        ]
+
+    def _with_placeholders(self, roles: tuple[str, ...], with_targets: bool) -> tuple[str, list[tuple[int, int]]]:
+        """Return the output of the template with placeholders, after checking that it has all messages.
+
+        Args:
+            roles: role of each message.
+            with_targets: whether the ranges of the replies are needed.
+
+        Returns:
+            The output, and the ranges of its characters that the model writes; no ranges if they are not needed.
+        """
         if roles not in self._rendered:
             rendered = self._template.render(roles)
             for number, role in enumerate(roles):
@@ -124,7 +217,10 @@ class DocumentEncoder:
                         "template, or remove such messages"
                     )
             self._rendered[roles] = rendered
-        return self._rendered[roles]
+        if with_targets and roles not in self._ranges:
+            messages = [(role, placeholder(number)) for number, role in enumerate(roles)]
+            self._ranges[roles] = self._template.reply_ranges(messages, self._rendered[roles])
+        return self._rendered[roles], self._ranges.get(roles, [])
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -11,10 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from lightning_mhla.system.untrusted import reason
+from mhla_tasks.language.targets import UnknownRepliesError
 
 WORDS = ("a", "0", "the", " ")
 """Texts to try, one after the other, until the tokenizer has a token for one of them."""
@@ -61,6 +63,38 @@ def encode_texts(
     for number in (number for number, row in enumerate(rows) if not control.keys().isdisjoint(row)):
         rows[number] = _encode_without(tokenizer, control, texts[number])
     return rows
+
+
+def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
+    """Encode texts like :func:`encode_texts`, and return the place of each token in its text.
+
+    The spelling of a control token becomes that token.
+
+    Args:
+        tokenizer: tokenizer of the library ``tokenizers``. Tokenizers written in Python do not report places.
+        texts: texts to encode.
+
+    Returns:
+        For each text, its token indices, and the index of the first character of each token and the index after its last one,
+        ``[n, 2]`` int64.
+
+    Raises:
+        UnknownRepliesError: if the tokenizer is written in Python.
+        ValueError: if the tokenizer fails on a text.
+    """
+    if not texts:
+        return []
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UnknownRepliesError(
+            f"{_name(tokenizer)} is written in Python and does not report which characters a token stands for; use a tokenizer "
+            "with a tokenizer.json"
+        )
+    with _failures(tokenizer):
+        encoded = tokenizer(
+            list(texts), add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True
+        )
+    places = (np.array(offsets, dtype=np.int64).reshape(-1, 2) for offsets in encoded["offset_mapping"])
+    return list(zip(encoded["input_ids"], places, strict=True))
 
 
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from typing_extensions import override
 
@@ -28,7 +27,7 @@ from lightning_mhla.system.untrusted import reason
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
-from mhla_tasks.language.loss import IGNORED
+from mhla_tasks.language.loss import logits_cross_entropy
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
 
@@ -150,7 +149,7 @@ class LinearizedModel(CausalLanguageModel):
         if not self.linearization.has_teacher:
             return super().training_step(batch, batch_idx)
         scores = _scores(self.network, inputs)
-        plain = F.cross_entropy(scores.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+        plain = logits_cross_entropy(scores.flatten(0, 1), targets.flatten())
         return self.linearization.distilled_loss(self, plain, scores, inputs)
 
 

@@ -63,6 +63,20 @@ def token_losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return losses
 
 
+def logits_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the mean cross-entropy of logits, which is 0 and not NaN if all targets are ignored.
+
+    Args:
+        logits: scores of the tokens of the vocabulary, ``[T, V]``.
+        targets: target tokens, ``[T]`` int64. Targets of -100 are ignored.
+
+    Returns:
+        Mean over the targets that are not ignored, a float32 scalar in nats.
+    """
+    total = torch.nn.functional.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="sum")
+    return total / (targets != IGNORED).sum().clamp(min=1)
+
+
 def _working_dtype(hidden: Tensor) -> tuple[torch.dtype, str]:
     device = hidden.device.type
     return (torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype), device

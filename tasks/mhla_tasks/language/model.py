@@ -15,7 +15,7 @@ from lightning_mhla.attention.rows import padding_last, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.base_model import BackboneOptions, EmbeddedBackbone, MHLABlock, MHLAModel, check_options
 from mhla_tasks.language.config import MHLAConfig
-from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
+from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.padding import check_tokens, following_tokens, in_graph
 from mhla_tasks.language.state_cache import StateCache
 
@@ -200,9 +200,11 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
             compute = linear_cross_entropy if mean else token_losses
             loss = compute(rows, self.head.weight, targets)
         else:  # peft's adapter adds to the product with the weight, so the weight alone is not enough
-            reduction = "mean" if mean else "none"
             logits = self.head(rows).float()
-            loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction=reduction)
+            if mean:
+                loss = logits_cross_entropy(logits, targets)
+            else:
+                loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
         items = options.get("num_items_in_batch")
         if mean and items is not None:  # transformers' Trainer adds up the losses of the accumulated batches
             loss = loss * (targets != IGNORED).sum() / items

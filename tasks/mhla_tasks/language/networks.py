@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_mhla.swap.networks import build_configuration
 from lightning_mhla.system.sharding import is_sharded_module
-from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
+from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
 
 
@@ -109,9 +109,10 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
     # FSDP2 gathers parameters in the model's own forward pass only, so that a sharded model is called in one piece.
     if not plain or is_sharded_module(network):
         logits = network(inputs, use_cache=False).logits.float().flatten(0, 1)
-        reduction = "mean" if mean else "none"
-        loss = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction=reduction)
-        return loss if mean else loss.view(targets.shape)
+        if mean:
+            return logits_cross_entropy(logits, targets.flatten())
+        losses = nn.functional.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(targets.shape)
     hidden, weight = _hidden(network, inputs).flatten(0, 1), network.get_output_embeddings().weight
     if mean:
         return linear_cross_entropy(hidden, weight, targets.flatten())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +17,13 @@ from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
 from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
 from mhla_tasks.language.dialogues import Dialogue, Document, text_of
-from mhla_tasks.language.documents import DocumentEncoder
+from mhla_tasks.language.documents import DocumentEncoder, EncodedDocuments
+from mhla_tasks.language.targets import UnknownRepliesError, mask_ranges
 from mhla_tasks.language.text_bytes import counts_exactly
-from mhla_tasks.language.token_shards import MISSING, STARTS, TOKENS
+from mhla_tasks.language.token_shards import MISSING, STARTS, TARGETS, TOKENS
 from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
+
+log = logging.getLogger(__name__)
 
 DIALOGUES = "dialogues.txt"
 """Name of a file that marks a folder of shards with dialogues."""
@@ -60,6 +64,9 @@ def write_token_shards(
     * ``KEY.starts.npy``: index of the first token of each document.
     * ``KEY.missing.npy``: for each document, the length of its text in bytes minus the number of bytes that its tokens stand
       for. The member is omitted if the difference is always 0.
+    * ``KEY.targets.npy``: ranges of the tokens that are texts or written by the assistant, for the option
+      ``assistant_only_loss`` of :class:`mhla_tasks.language.TokenShards`. The member is omitted, with a warning, if the chat
+      template does not show which text the assistant writes.
 
     Args:
         target: path of the folder to write to, created if missing.
@@ -89,7 +96,7 @@ def write_token_shards(
         _keep_tokenizer(target, tokenizer)
         documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
         runs = text_runs(documents, run_characters)
-        encoder = DocumentEncoder(tokenizer, control_tokens)
+        encoder = RunEncoder(DocumentEncoder(tokenizer, control_tokens), dtype, target)
 
         def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
             for number in itertools.count():
@@ -97,9 +104,7 @@ def write_token_shards(
                 if not shard:
                     return
                 keyed = zip(itertools.count(number * runs_per_shard), shard, strict=False)
-                samples = (
-                    {"__key__": sample_key(key), **_encode(group, encoder, dtype, target)} for key, group in keyed
-                )
+                samples = ({"__key__": sample_key(key), **encoder.members(group)} for key, group in keyed)
                 yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
 
         paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
@@ -154,11 +159,39 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
             save_tokenizer(tokenizer, aside)
 
 
-def _encode(documents: list[Document], encoder: DocumentEncoder, dtype: Any, target: Path) -> dict[str, bytes]:
-    tokens, starts, missing = encoder(documents)
-    if any(isinstance(document, Dialogue) for document in documents):
-        (target / DIALOGUES).write_text("The shards hold dialogues, made with the chat template in tokenizer/.\n")
-    members = {TOKENS: array_bytes(tokens.astype(dtype)), STARTS: array_bytes(starts)}
-    if missing.any() or not counts_exactly(encoder.tokenizer):
-        members[MISSING] = array_bytes(missing)
-    return members
+class RunEncoder:
+    """Encoder of the samples of a shard.
+
+    Args:
+        encoder: encoder of documents.
+        dtype: dtype of the tokens.
+        target: folder of the shards, in which dialogues are noted.
+    """
+
+    def __init__(self, encoder: DocumentEncoder, dtype: Any, target: Path) -> None:
+        self.encoder, self.dtype, self.target = encoder, dtype, target
+        self.writes_missing = not counts_exactly(encoder.tokenizer)
+        self.has_warned = False
+
+    def members(self, documents: list[Document]) -> dict[str, bytes]:
+        """Return the members of a sample that holds the documents."""
+        (tokens, starts, missing), targets = self._encode(documents)
+        if any(isinstance(document, Dialogue) for document in documents):
+            note = "The shards hold dialogues, made with the chat template in tokenizer/.\n"
+            (self.target / DIALOGUES).write_text(note)
+        members = {TOKENS: array_bytes(tokens.astype(self.dtype)), STARTS: array_bytes(starts)}
+        if missing.any() or self.writes_missing:
+            members[MISSING] = array_bytes(missing)
+        if targets is not None:
+            members[TARGETS] = array_bytes(mask_ranges(targets))
+        return members
+
+    def _encode(self, documents: list[Document]) -> tuple[EncodedDocuments, np.ndarray | None]:
+        """Encode documents; the second value is None if the template does not show which text the assistant writes."""
+        try:
+            return self.encoder.with_targets(documents)
+        except UnknownRepliesError as error:
+            if not self.has_warned:
+                log.warning("the shards do not support assistant_only_loss: %s", error)
+            self.has_warned = True
+            return self.encoder(documents), None

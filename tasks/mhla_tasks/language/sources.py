@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from lightning_mhla.data import BrokenSampleError
+from mhla_tasks.language.targets import mask_ranges, ranges_between, ranges_mask
 from mhla_tasks.language.text_bytes import missing_between
 
 
@@ -50,6 +51,19 @@ class TokenRuns(Protocol):
         """
         ...
 
+    def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
+        """Return the parts of a token range that are texts or written by the assistant.
+
+        Args:
+            run: index of the run, a long sequence of tokens.
+            first: index in the run of the first token of the range.
+            stop: index in the run after the last token of the range.
+
+        Returns:
+            Index in the run of the first token of each part and index after its last one, ``[parts, 2]`` int64, ascending.
+        """
+        ...
+
     def describe(self, run: int) -> str:
         """Return the name and the location of a run, a long sequence of tokens, as text for messages."""
         ...
@@ -64,10 +78,19 @@ class ArrayRuns:
         name: name of the text, for messages.
         missing: for each document, the length of its text in bytes minus the number of bytes that its tokens stand for,
             ``[documents]``; None if the difference is always 0.
+        targets: mask of the tokens that are texts or written by the assistant, ``[n]`` bool; None for all.
     """
 
-    def __init__(self, tokens: np.ndarray, starts: np.ndarray, name: str, missing: np.ndarray | None = None) -> None:
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray,
+        name: str,
+        missing: np.ndarray | None = None,
+        targets: np.ndarray | None = None,
+    ) -> None:
         self.tokens, self.starts, self.name, self.missing = tokens, starts, name, missing
+        self.ranges = mask_ranges(np.ones(len(tokens), dtype=bool) if targets is None else targets)
         self.first = np.zeros(len(tokens), dtype=bool)
         self.first[starts] = True
         self.lengths: Sequence[int] = [len(tokens)]
@@ -98,6 +121,19 @@ class ArrayRuns:
         """
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
+    def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
+        """Return the parts of a token range that are texts or written by the assistant.
+
+        Args:
+            run: ignored, because there is a single sequence of tokens.
+            first: index of the first token of the range.
+            stop: index after the last token of the range.
+
+        Returns:
+            Index of the first token of each part and index after its last one, ``[parts, 2]`` int64, in ascending order.
+        """
+        return ranges_between(self.ranges, first, stop)
+
     def describe(self, run: int) -> str:
         """Return the name of the text, for messages."""
         return self.name
@@ -111,11 +147,20 @@ class TokenWindows:
         context: number of tokens that the model reads in a sample.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``, to compute bits per byte.
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
+        assistant_only_loss: whether samples mark the tokens that are texts or written by the assistant, so that the loss counts
+            these only.
     """
 
-    def __init__(self, runs: TokenRuns, context: int, token_bytes: np.ndarray, separate_documents: bool) -> None:
+    def __init__(
+        self,
+        runs: TokenRuns,
+        context: int,
+        token_bytes: np.ndarray,
+        separate_documents: bool,
+        assistant_only_loss: bool = False,
+    ) -> None:
         self.runs, self.context, self.token_bytes = runs, context, token_bytes
-        self.separate_documents = separate_documents
+        self.separate_documents, self.assistant_only_loss = separate_documents, assistant_only_loss
         windows = [max(0, length - 1) // context for length in runs.lengths]
         self.ends = np.cumsum(windows)
         bounds = np.cumsum([0, *runs.run_shards])
@@ -135,8 +180,11 @@ class TokenWindows:
             A dict:
 
             * ``tokens``: token indices, ``[context + 1]`` int64.
-            * ``bytes``: number of bytes of text that all tokens but the first stand for.
+            * ``bytes``: number of bytes of text that the target tokens stand for. These are all tokens but the first, or those
+              in ``target_mask``.
             * ``starts``, only with ``separate_documents``: mask of the input tokens that begin a document, ``[context]`` bool.
+            * ``target_mask``, only with ``assistant_only_loss``: for each input token, whether the loss counts the token that
+              follows it, ``[context]`` bool.
 
         Raises:
             BrokenSampleError: if a token is not in the vocabulary.
@@ -150,8 +198,17 @@ class TokenWindows:
                 f"{self.runs.describe(run)}: token {tokens.max()} is not in the tokenizer's vocabulary of "
                 f"{len(self.token_bytes)}"
             )
-        sample: dict[str, Any] = {"tokens": torch.from_numpy(tokens), "bytes": int(self.token_bytes[tokens[1:]].sum())}
-        sample["bytes"] += self.runs.missing_bytes(run, offset + 1, offset + len(tokens))
+        sample: dict[str, Any] = {"tokens": torch.from_numpy(tokens)}
+        first_target, end = offset + 1, offset + len(tokens)
+        ranges = np.array([[first_target, end]])
+        if self.assistant_only_loss:
+            ranges = self.runs.target_ranges(run, first_target, end)
+            sample["target_mask"] = torch.from_numpy(ranges_mask(ranges, first_target, end))
+        sample["bytes"] = sum(
+            int(self.token_bytes[tokens[start - offset : stop - offset]].sum())
+            + self.runs.missing_bytes(run, start, stop)
+            for start, stop in ranges.tolist()
+        )
         if self.separate_documents:
             sample["starts"] = torch.from_numpy(np.array(first[:-1]))
         return sample

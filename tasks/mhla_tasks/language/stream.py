@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_mhla.data.module import batches_trained, process_share
 from mhla_tasks.language.dialogues import Document
-from mhla_tasks.language.text_bytes import spread
+from mhla_tasks.language.documents import EncodedDocument
+from mhla_tasks.language.text_bytes import spread_over
 
-Encode = Callable[[Document], tuple[np.ndarray, int]]
-"""Function that returns the tokens of a document, ``[n]`` int64, and its number of missing bytes: the length of its text in
-bytes minus the number of bytes that its tokens stand for."""
+Encode = Callable[[Document], EncodedDocument]
+"""Function that returns the tokens of a document."""
 
 KEPT = 64
 """Number of batches whose positions are remembered, more than a Trainer and its worker process prefetch."""
@@ -73,10 +73,13 @@ class PackedRows(IterableDataset):
         Each batch is a dict for the b rows of this process:
 
         * ``tokens``: token indices, ``[b, context + 1]`` int64.
-        * ``bytes``: number of bytes of text in each row after the row's first token, ``[b]``.
+        * ``bytes``: number of bytes of text that the target tokens of each row stand for, ``[b]``. These are all tokens but the
+          first, or those in ``target_mask``.
         * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]``.
         * ``valid``: ``[b]`` bool, all True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
+        * ``target_mask``, only if ``encode`` returns targets: for each input token, whether the loss counts the token that
+          follows it, ``[b, context]`` bool.
         """
         number = len(self.positions)
         row_positions = {row: self.positions[row] for row in self.rows}
@@ -106,20 +109,24 @@ class PackedRows(IterableDataset):
         """
         while pack.size <= self.context and waiting:
             index, document = waiting.pop(0)
-            pack.add(index, *self.encode(document))
+            pack.add(index, self.encode(document))
         return pack.size > self.context
 
     def _batch(self, parts: list[_Window]) -> dict[str, torch.Tensor]:
         tokens = np.stack([part.tokens for part in parts])
         missing = np.array([part.missing for part in parts])
+        masks = [part.targets[1:] for part in parts if part.targets is not None]
+        sizes = self.token_bytes[tokens[:, 1:]]
         batch = {
             "tokens": torch.from_numpy(tokens),
-            "bytes": torch.from_numpy(self.token_bytes[tokens[:, 1:]].sum(1) + missing),
+            "bytes": torch.from_numpy((sizes * np.stack(masks) if masks else sizes).sum(1) + missing),
             "position": torch.tensor([part.position for part in parts]),
             "valid": torch.ones(len(parts), dtype=torch.bool),
         }
         if self.separate_documents:
             batch["starts"] = torch.from_numpy(np.stack([part.first[:-1] for part in parts]))
+        if masks:
+            batch["target_mask"] = torch.from_numpy(np.stack(masks))
         return batch
 
 
@@ -130,13 +137,15 @@ class _Window(NamedTuple):
         tokens: token indices, ``[context + 1]``.
         first: mask of the tokens that begin a document, ``[context + 1]`` bool.
         position: position in the stream of documents at which the row's next sample begins.
-        missing: length of the sample's text in bytes minus the number of bytes that its tokens stand for.
+        missing: length of the text of the sample's targets in bytes minus the number of bytes that these tokens stand for.
+        targets: mask of the tokens that the loss counts, ``[context + 1]`` bool; None if it counts all.
     """
 
     tokens: np.ndarray
     first: np.ndarray
     position: RowPosition
     missing: int
+    targets: np.ndarray | None
 
 
 class _Part(NamedTuple):
@@ -145,19 +154,17 @@ class _Part(NamedTuple):
     Attributes:
         document: index of the document in the stream.
         used: number of its tokens that earlier samples used.
-        tokens: all its tokens, ``[n]``.
-        missing: length of its text in bytes minus the number of bytes that its tokens stand for.
+        encoded: all its tokens.
     """
 
     document: int
     used: int
-    tokens: np.ndarray
-    missing: int
+    encoded: EncodedDocument
 
     @property
     def left(self) -> int:
         """Number of tokens of the document that no sample has used yet."""
-        return len(self.tokens) - self.used
+        return len(self.encoded.tokens) - self.used
 
 
 class _Pack:
@@ -172,24 +179,24 @@ class _Pack:
         self.parts: list[_Part] = []
         self.size = 0
 
-    def add(self, document: int, tokens: np.ndarray, missing: int) -> None:
+    def add(self, document: int, encoded: EncodedDocument) -> None:
         """Append the tokens of a document to the queue.
 
         Args:
             document: index of the document in the stream.
-            tokens: all tokens of the document, ``[n]``.
-            missing: length of the document's text in bytes minus the number of bytes that its tokens stand for.
+            encoded: all tokens of the document.
         """
         skip, self.skip = self.skip, 0  # only the first document after a restart is partly used
-        self.parts.append(_Part(document, skip, tokens, missing))
-        self.size += len(tokens) - skip
+        self.parts.append(_Part(document, skip, encoded))
+        self.size += len(encoded.tokens) - skip
 
     def take(self, context: int) -> _Window:
         """Remove and return the next sample of ``context + 1`` tokens.
 
         The last token of a sample is also the first token of the next one.
         """
-        tokens = np.concatenate([part.tokens[part.used :] for part in self.parts])[: context + 1]
+        tokens = np.concatenate([part.encoded.tokens[part.used :] for part in self.parts])[: context + 1]
+        masks = [part.encoded.targets[part.used :] for part in self.parts if part.encoded.targets is not None]
         first = np.zeros(context + 1, dtype=bool)
         position = missing = 0
         for part in self.parts:
@@ -198,9 +205,9 @@ class _Pack:
             if part.used == 0 and part.left:
                 first[position] = True
             low = part.used + (position == 0)  # the first token of a sample is not predicted in it
-            high = min(len(part.tokens), part.used + context + 1 - position)
-            missing_before, missing_after = (spread(part.missing, len(part.tokens), token) for token in (low, high))
-            missing += missing_after - missing_before
+            count = len(part.encoded.tokens)
+            high = min(count, part.used + context + 1 - position)
+            missing += spread_over(part.encoded.missing, count, low, high, part.encoded.targets)
             position += part.left
         # Drop the documents that are used up; ``context`` tokens are used, not ``context + 1``.
         remaining = context
@@ -209,7 +216,8 @@ class _Pack:
         part = self.parts[0]
         self.parts[0] = part._replace(used=part.used + remaining)
         self.size -= context
-        return _Window(tokens, first, RowPosition(part.document, part.used + remaining), missing)
+        targets = np.concatenate(masks)[: context + 1] if masks else None
+        return _Window(tokens, first, RowPosition(part.document, part.used + remaining), missing, targets)
 
 
 class StreamLoader:

@@ -116,9 +116,14 @@ class TextSums(nn.Module):
               empty.
 
         Raises:
-            ValueError: if the loss is not finite.
+            ValueError: if no token counts toward the loss, or the loss is not finite.
         """
         sums = self.compute()
+        if not sums["tokens"]:
+            raise ValueError(
+                f"the {stage} batches have no token that counts toward the loss; give the data dialogues with messages of the "
+                "assistant, or set data.assistant_only_loss: false"
+            )
         loss = sums["nats"] / sums["tokens"]
         if not math.isfinite(loss):
             raise ValueError(f"the {stage} loss is {loss}: the weights are broken; resume from an earlier checkpoint")

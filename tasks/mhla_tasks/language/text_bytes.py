@@ -13,6 +13,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from mhla_tasks.language.encoding import encode_texts
+from mhla_tasks.language.targets import mask_ranges
 from mhla_tasks.language.tokenizer import token_bytes
 
 SAMPLES = (
@@ -53,6 +54,20 @@ def spread(missing: int, count: int, position: int) -> int:
     """
     shares = max(1, count - 1)
     return missing * max(0, position - (count - shares)) // shares
+
+
+def spread_over(missing: int, count: int, first: int, stop: int, targets: np.ndarray | None) -> int:
+    """Return how many of a document's missing bytes belong to the tokens from ``first`` to ``stop`` (exclusive).
+
+    Args:
+        missing: number of missing bytes of the document; see :func:`spread`.
+        count: number of tokens in the document.
+        first: index in the document of the first token.
+        stop: index in the document after the last token.
+        targets: mask of the document's tokens whose bytes are counted, ``[count]`` bool; None for all.
+    """
+    ranges = [(first, stop)] if targets is None else (mask_ranges(targets[first:stop]) + first).tolist()
+    return sum(spread(missing, count, end) - spread(missing, count, start) for start, end in ranges)
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:

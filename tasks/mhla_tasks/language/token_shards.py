@@ -8,11 +8,13 @@ import numpy as np
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.system.untrusted import parse_array, parse_array_header
+from mhla_tasks.language.targets import ranges_between
 from mhla_tasks.language.text_bytes import missing_between
 
-TOKENS, STARTS, MISSING = "tokens.npy", "starts.npy", "missing.npy"
-"""Names of the members of a sample: its tokens, the index of the first token of each document, and the length of each document
-in bytes minus the number of bytes that its tokens stand for. The last member is omitted if the difference is always 0."""
+TOKENS, STARTS, MISSING, TARGETS = "tokens.npy", "starts.npy", "missing.npy", "targets.npy"
+"""Names of the members of a sample: its tokens; the index of the first token of each document; the length of each document in
+bytes minus the number of bytes that its tokens stand for, omitted if the difference is always 0; and the ranges of the tokens
+that are texts or written by the assistant, omitted if the chat template does not show which these are."""
 
 
 class ShardRuns:
@@ -36,6 +38,7 @@ class ShardRuns:
         ]
         self._starts: dict[int, np.ndarray] = {}
         self._missing: dict[int, np.ndarray] = {}
+        self._targets: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
         """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens."""
@@ -96,10 +99,50 @@ class ShardRuns:
 
         The correction is the length of the text in bytes minus the number of bytes that the tokens stand for.
         """
+        return self._has(run, MISSING)
+
+    def has_targets(self, run: int) -> bool:
+        """Return whether the shard stores which tokens of a run (token sequence) are texts or written by the assistant."""
+        return self._has(run, TARGETS)
+
+    def _has(self, run: int, member: str) -> bool:
         try:
-            return self.reader.extension(run, (MISSING,)) == MISSING
+            return self.reader.extension(run, (member,)) == member
         except BrokenSampleError:
             return False
+
+    def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
+        """Return the parts of a token range that are texts or written by the assistant.
+
+        Args:
+            run: index of the run, the long token sequence that contains the range.
+            first: index in the run of the first token of the range.
+            stop: index in the run after the last token of the range.
+
+        Returns:
+            Index in the run of the first token of each part and index after its last one, ``[parts, 2]`` int64, ascending.
+
+        Raises:
+            BrokenSampleError: if the shard does not store them, or they cannot be read.
+        """
+        if run not in self._targets:
+            if len(self._targets) >= 64:
+                self._targets.clear()
+            try:
+                ranges = parse_array(self.reader.read(run, TARGETS))
+            except ValueError as error:
+                raise BrokenSampleError(f"{self.describe(run)}: .{TARGETS} is not a NumPy array ({error})") from error
+            bounds = ranges.flatten()
+            if ranges.dtype != np.int64 or ranges.shape != (len(bounds) // 2, 2) or (np.diff(bounds) < 0).any():
+                raise BrokenSampleError(
+                    f"{self.describe(run)}: .{TARGETS} does not hold ascending ranges, int64 [n, 2]"
+                )
+            if len(bounds) and not 0 <= bounds[0] <= bounds[-1] <= self.lengths[run]:
+                raise BrokenSampleError(
+                    f"{self.describe(run)}: .{TARGETS} has ranges outside its {self.lengths[run]} tokens"
+                )
+            self._targets[run] = ranges
+        return ranges_between(self._targets[run], first, stop)
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
         """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.

@@ -14,8 +14,8 @@ from lightning import Callback, Trainer
 from mhla_tasks.language import HubText, PythonSource, TokenShards
 from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.dialogues import Document
-from mhla_tasks.language.documents import encode_document
-from mhla_tasks.language.prepare import write_token_shards
+from mhla_tasks.language.documents import EncodedDocument, encode_document
+from mhla_tasks.language.prepare import RunEncoder, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import stdlib_files
 from mhla_tasks.language.stream import PackedRows, RowPosition
@@ -111,9 +111,7 @@ def test_shards_go_on_after_a_stop(
     sources: list[str], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = write(tmp_path / "whole", sources, tokenizer)
-    from mhla_tasks.language import prepare
-
-    encode, calls = prepare._encode, []
+    encode, calls = RunEncoder.members, []
 
     def dies(*args: Any) -> Any:
         calls.append(1)
@@ -121,7 +119,7 @@ def test_shards_go_on_after_a_stop(
             raise KeyboardInterrupt
         return encode(*args)
 
-    monkeypatch.setattr(prepare, "_encode", dies)
+    monkeypatch.setattr(RunEncoder, "members", dies)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "out", sources, tokenizer)
     assert [path.name for path in sorted((tmp_path / "out").glob("*.tar"))] == [whole[0].name]
@@ -187,8 +185,8 @@ def rows_of(positions: list[RowPosition], rows: range, count: int, tokenizer: An
         while True:
             yield from TEXTS
 
-    def encode(text: Document) -> tuple[np.ndarray, int]:
-        return encode_document(tokenizer(text)["input_ids"], tokenizer), 0
+    def encode(text: Document) -> EncodedDocument:
+        return EncodedDocument(encode_document(tokenizer(text)["input_ids"], tokenizer), 0)
 
     packed = iter(PackedRows(documents, encode, positions, rows, 32, token_bytes(tokenizer), separate_documents=True))
     return [next(packed) for _ in range(count)]

@@ -13,7 +13,7 @@ from lightning import Trainer
 from mhla_tasks.language import HubText, TokenShards
 from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.encoding import encode_texts
-from mhla_tasks.language.prepare import write_token_shards
+from mhla_tasks.language.prepare import RunEncoder, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stream import PackedRows, RowPosition
 from mhla_tasks.language.text_bytes import counts_exactly
@@ -136,12 +136,10 @@ def test_bits_per_byte_of_prepared_shards_are_those_of_the_text(kind: str, tmp_p
 def test_shards_without_bytes_are_an_error_for_tokenizers_that_change_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mhla_tasks.language import prepare
-
     (tmp_path / "a.txt").write_text("The river runs. " * 9)
-    encode = prepare._encode
+    encode = RunEncoder.members
     monkeypatch.setattr(
-        prepare, "_encode", lambda *args: {name: data for name, data in encode(*args).items() if name != MISSING}
+        RunEncoder, "members", lambda *args: {name: data for name, data in encode(*args).items() if name != MISSING}
     )
     for kind, fine in (("byte_level", True), ("byt5", True), ("llama", False), ("wordpiece", False)):
         (shard,) = write_token_shards(tmp_path / kind, [str(tmp_path / "a.txt")], made(kind))
@@ -154,12 +152,12 @@ def test_shards_without_bytes_are_an_error_for_tokenizers_that_change_text(
             data.windows("validate")
 
 
-def test_byte_level_shards_hold_what_they_always_held(tmp_path: Path) -> None:
+def test_shards_hold_missing_bytes_only_where_tokens_do_not_count_them(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("naïve café")
-    for kind, more in (("byte_level", []), ("byt5", []), ("unigram", [MISSING])):
+    for kind, more in (("byte_level", []), ("byt5", []), ("unigram", [MISSING])):  # byt5 is written in Python
         (shard,) = write_token_shards(tmp_path / kind, [str(tmp_path / "a.txt")], made(kind))
         reader = ShardReader([shard])
-        assert set(reader.tables[0].extensions) == {"tokens.npy", "starts.npy", *more}
+        assert set(reader.tables[0].extensions) == {"tokens.npy", "starts.npy", "targets.npy", *more}
         assert ShardRuns(reader).has_missing(0) == bool(more)
 
 
