@@ -37,13 +37,13 @@ VLT_KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "ravlt": ({**RAVLT, "kind": "rala"}, {}),
     "mavit": ({**RAVLT, "kind": "mala"}, {"head_width": 2048}),
 }
-"""Options of the attention and of the stages, by family."""
+"""Default options of each family of VLT models: those of :class:`AttentionConfig`, then those of :class:`StageConfig`."""
 
 DEIT: dict[str, Any] = {"kind": "mhla", "block_grid": [4, 4], "lepe": 3}
-"""The paper's, as in ``configs/classification/deit_t_imagenet.yaml``."""
+"""Default attention options of ``mhla_deit_*``, from the MHLA paper and ``configs/classification/deit_t_imagenet.yaml``."""
 
 PADDED = {224: 256}
-"""Sides that the paper pads to, so that blocks are equal."""
+"""Side in pixels to which ``mhla_deit_*`` pads an image, by the image's side; after padding, all blocks are equal in size."""
 
 
 def _vlt(size: str, family: str, **options: Any) -> VLT:

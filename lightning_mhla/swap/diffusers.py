@@ -32,6 +32,8 @@ from lightning_mhla.swap.diffusers_grid import (
 from lightning_mhla.swap.host import HostLibrary
 
 HOST_PARTS = ("to_q", "to_k", "to_v", "to_out", "heads", "set_processor", "processor")
+"""Attributes by which a diffusers attention module is recognized."""
+
 PROCESSORS = {
     "WanTransformer3DModel": "WanAttnProcessor",
     "WanVACETransformer3DModel": "WanAttnProcessor",
@@ -62,8 +64,8 @@ class SwappedAttention(GridProcessor):
     ) -> Tensor:
         """Compute self-attention with the arguments that diffusers passes to an attention processor.
 
-        diffusers drops arguments that this signature does not name. See :meth:`forward` for the arguments and the returned
-        tensor.
+        The arguments and the returned tensor are the same as for :meth:`forward`. diffusers passes only arguments that this
+        signature names.
 
         Raises:
             ValueError: if an argument other than ``attn``, ``hidden_states`` and ``rotary_emb`` is not None.
@@ -98,7 +100,8 @@ class SwappedAttention(GridProcessor):
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if ``encoder_hidden_states`` or ``attention_mask`` is given.
+            ValueError: if ``encoder_hidden_states`` or ``attention_mask`` is not None, or if the number of tokens does not
+                match the model's current input.
         """
         if encoder_hidden_states is not None or attention_mask is not None:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Subclasses of diffusers model classes, with which models with replaced attention can be saved and loaded.
+"""Subclasses of diffusers model classes that save and load models with replaced attention.
 
 Each subclass has the name of its diffusers parent, such as ``DiTTransformer2DModel``, and is created when this module's
 attribute of that name is first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass.
@@ -101,6 +101,9 @@ class SwappedDiffusersModel(SwappedModel):
 
         Some values are replaced by invalid ones, so that the original diffusers class rejects the file with an error message
         that says how to load it.
+
+        Args:
+            json_file_path: file to write.
         """
         content = json.loads(self.to_json_string())  # type: ignore[attr-defined]
         content[SAVED][DTYPE] = str(self.dtype).removeprefix("torch.")  # type: ignore[attr-defined]

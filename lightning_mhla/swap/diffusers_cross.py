@@ -131,8 +131,8 @@ class SwappedCrossAttention(GridProcessor):
     ) -> Tensor:
         """Compute cross-attention with the arguments that diffusers passes to an attention processor.
 
-        diffusers drops arguments that this signature does not name. See :meth:`forward` for the arguments and the returned
-        tensor.
+        The arguments and the returned tensor are the same as for :meth:`forward`. diffusers passes only arguments that this
+        signature names.
         """
         return super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb)
 
@@ -146,14 +146,14 @@ class SwappedCrossAttention(GridProcessor):
     ) -> Tensor:
         """Compute cross-attention from the tokens of an image or clip to the tokens of a text.
 
-        B is the batch size. Nq and Nk are the numbers of tokens of the image or clip and of the text, C and C' their widths.
+        B is the batch size. An image or clip has Nq tokens of width C, and a text has Nk tokens of width C'.
 
         Args:
             attn: diffusers attention module that uses this processor.
             hidden_states: tokens of the image or clip in raster order, ``[B, Nq, C]``.
             encoder_hidden_states: encoded text, ``[B, Nk, C']``.
-            attention_mask: mask that hides padding of the text, ``[B, Nk]``, or ``[B, 1, Nk]`` with values to add to scores;
-                None without padding.
+            attention_mask: mask that hides padding of the text: ``[B, Nk]``, nonzero or True for visible tokens; or
+                ``[B, 1, Nk]``, added to the scores (0 for visible tokens, at most -1000 for padding). None without padding.
             rotary_emb: must be None, since texts have no position on the token grid.
 
         Returns:

@@ -67,7 +67,8 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
 
     Args:
         x: projected tokens, ``[B, N, H * D]`` for B rows of N tokens and H heads.
-        norm: norm layer of the diffusers attention module, over each head or over all heads together; None if it has none.
+        norm: norm layer of the diffusers attention module, which normalizes either each head or all heads together; None for
+            no normalization.
         width: width D of a head.
 
     Returns:
@@ -116,7 +117,8 @@ def build_for(layer: Any, config: AttentionConfig, axes: int) -> Any:
 
     Args:
         layer: diffusers attention module, whose projections stay in use.
-        config: configuration of the new attention. A ``CrossAttentionConfig`` has all options for the context set.
+        config: configuration of the new attention. In a ``CrossAttentionConfig``, ``key_tokens`` and ``key_block_size`` must be
+            set.
         axes: number of axes of the token grid: 2 for images, 3 for clips.
 
     Returns:
@@ -187,8 +189,8 @@ class GridProcessor(nn.Module):
             tokens: input of the attention, ``[B, N, C]``.
 
         Returns:
-            The layout, which the caller passes to the attention, while ``torch.compile`` or ``torch.export`` traces the model,
-            since tracing must not change the attention itself; otherwise None.
+            None if the layout was set. While ``torch.compile`` or ``torch.export`` traces the model, the attention must not
+            change. In this case, the layout is returned instead, and the caller must pass it to the attention.
         """
         return fit(self, self.attention, self.grid.layout(self.blocks, tokens.shape[1]), tokens.device)
 

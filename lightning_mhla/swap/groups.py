@@ -1,4 +1,4 @@
-"""Interface for one group of attention layers in the models of a library: self-attention or cross-attention."""
+"""Interface for replacing one type of attention, self-attention or cross-attention, in the models of a library."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ Config = TypeVar("Config", AttentionConfig, CrossAttentionConfig)
 
 
 class LayerGroup(ABC, Generic[New, Config]):
-    """Interface for replacing the attention in one group of layers of a library's models: self-attention or cross-attention.
+    """Interface for replacing one type of attention, self-attention or cross-attention, in the models of a library.
+
+    The attention layers of this type in a model are called a group.
 
     Attributes:
         config_class: class of the configuration of the new attention.
@@ -73,7 +75,7 @@ class LayerGroup(ABC, Generic[New, Config]):
         return config
 
     def put_in(self, model: Any, record: Mapping[str, Any]) -> dict[int, New]:
-        """Replace the attention of a model in place, as described by the record of an earlier replacement.
+        """Replace the attention of a model in place as a record describes.
 
         Args:
             model: model with its original attention.
@@ -111,7 +113,7 @@ class LayerGroup(ABC, Generic[New, Config]):
         return layer
 
     def swapped(self, model: Any) -> dict[int, New]:
-        """Return the attention modules that were inserted into a model, by layer number."""
+        """Return the new attention modules in a model, by layer number; empty if no layer of this group was replaced."""
         holders = ((index, self.holder(layer)) for index, layer in enumerate(self.candidates(model)))
         return {index: holder.swapped for index, holder in holders if hasattr(holder, "swapped")}
 
@@ -134,7 +136,7 @@ class LayerGroup(ABC, Generic[New, Config]):
 
         Args:
             options: keyword arguments with which the layer was called.
-            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C; it has as many tokens as the input.
+            x: output of the layer, ``[B, N, C]`` for B rows of N tokens of width C. The input has the same number of tokens.
 
         Returns:
             ``[B, N]`` bool, False for padding; None if no token is padding.

@@ -39,7 +39,7 @@ SAVED = "swapped_attention"
 """Key in a saved model's ``config.json`` under which the options of the swap are recorded."""
 
 CROSS = "cross"
-"""Key in this record under which the options of replaced cross-attention are stored."""
+"""Key in the record of a swap under which the options of replaced cross-attention are stored."""
 
 HUB_OPTIONS = (
     "variant", "device_map", "subfolder", "use_safetensors", "revision", "token", "cache_dir", "force_download",
@@ -70,7 +70,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
     Attributes:
         package: name of the library's package. A model belongs to the library if its class or a base class is defined there.
         options: names of the keyword arguments that :func:`lightning_mhla.load_swapped` passes on to the library.
-        cross: cross-attention layers of the library's models, in which attention can be replaced too.
+        cross: implementation of attention replacement for the cross-attention of the library's models.
     """
 
     package: ClassVar[str]
@@ -83,12 +83,11 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
     def restore(self, model: Any, record: Mapping[str, Any]) -> None:
-        """Replace self-attention and cross-attention of a model in place, as recorded for another model; store the record.
+        """Replace the attention of a model in place as a record describes, and store the record.
 
         Args:
             model: model with its original attention.
-            record: record of the replacement in the other model, as :meth:`record` returns it; :meth:`remember` describes its
-                form.
+            record: record of a replacement, as :meth:`record` returns it. :meth:`remember` describes its form.
 
         Raises:
             ValueError: if a layer or its new attention is not supported.
@@ -185,7 +184,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
 
 _shapes: dict[int, Tensor] = {}
-"""Tensors whose shapes are the current token grids, by the number of the :class:`TokenGrid`.
+"""Tensors whose shapes are the current token grids. The keys are the numbers of the :class:`TokenGrid` objects.
 
 Transformer blocks that are compiled separately read the grid's size from these shapes. Python numbers, and tensors that are
 attributes of a module, would be constants of their graph, so every new size would compile another graph. Entries are never
@@ -250,8 +249,8 @@ class TokenGrid:
             Layout of the blocks in the grid of the current input.
 
         Raises:
-            ValueError: if the recorded grid has a different number of tokens, if several recorded grids match a recomputed
-                layer, or if prefix tokens have mixing coefficients and an axis has more blocks than tokens.
+            ValueError: if the recorded grid has a different number of tokens, or if several recorded grids match a recomputed
+                layer. Also if prefix tokens have mixing coefficients and an axis has more blocks than tokens.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:
@@ -315,7 +314,7 @@ def check_prefix(prefix_tokens: int, blocks: Sequence[int], tokens: Sequence[int
 
 
 def refuse_float16(index: int, kind: type) -> None:
-    """Raise an error if an attention class would overflow in float16. Call this for layers in float16.
+    """Reject an attention class that would overflow in float16. Call this function only for layers in float16.
 
     Args:
         index: number of the layer, for the error message.
@@ -386,10 +385,11 @@ def build_beside(
 
     Args:
         weight: any weight of the existing layer; the new attention gets its device and dtype.
-        config: configuration of the new attention. A :class:`CrossAttentionConfig` has all options for the context set.
+        config: configuration of the new attention. In a :class:`CrossAttentionConfig`, ``key_tokens`` and ``key_block_size``
+            must be set.
         dim: width of the tokens.
         heads: number of query heads.
-        layout: partition of the tokens, in cross-attention of the queries, into blocks.
+        layout: partition of the tokens into blocks; for cross-attention, partition of the query tokens.
         options: further arguments of :func:`build_attention` or :func:`build_cross_attention`.
 
     Returns:

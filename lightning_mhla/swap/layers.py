@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lightning_mhla.attention import AttentionConfig
 
 KEEP, REPLACE = "keep", "replace"
-"""Values of ``layer_kinds`` that are not attention kinds: keep a layer, or replace it by the kind of the configuration."""
+"""Values of ``layer_kinds`` that keep a layer, or replace it with the attention kind of the configuration."""
 
 
 def kinds_of_layers(
@@ -26,8 +26,8 @@ def kinds_of_layers(
         One attention kind or ``"keep"`` per layer.
 
     Raises:
-        ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer in ``layers`` does not exist, or if ``depth``
-            is not a multiple of the length of ``layer_kinds``.
+        ValueError: if both ``layers`` and ``layer_kinds`` are given, if a layer in ``layers`` does not exist, or if
+            ``layer_kinds`` is empty or its length does not divide ``depth``.
     """
     if layers is not None and layer_kinds is not None:
         raise ValueError("give layers or layer_kinds, not both")

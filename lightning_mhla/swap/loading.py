@@ -16,7 +16,8 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
     Parameters of the new attention and of adapters keep their initial values if ``state`` does not contain them.
 
     Args:
-        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, with or without LoRA adapters.
+        model: model whose attention :func:`lightning_mhla.swap_attention` replaced, with or without LoRA adapters; changed in
+            place.
         state: weights by parameter name. If the model has adapters, the names may be those of the model without adapters.
         path: file or folder that the weights come from, for messages.
         tied: names of weights that share memory with other weights. They may be missing from ``state``.

@@ -17,14 +17,16 @@ HIDDEN = -1000.0
 
 
 def check_values(condition: Callable[[], Tensor], message: str) -> None:
-    """Raise an error if a boolean tensor is not true everywhere; in a compiled graph, check it each time the graph runs.
+    """Check that all elements of a bool tensor are True. A compiled graph repeats the check each time it runs.
+
+    Fake tensors, which have no values, are not checked.
 
     Args:
-        condition: function that returns the boolean tensor.
+        condition: function that returns the bool tensor.
         message: error message.
 
     Raises:
-        ValueError: if an element is false. Compiled and exported graphs raise RuntimeError instead.
+        ValueError: if an element is False. Compiled and exported graphs raise RuntimeError instead.
     """
     holds = condition().all()
     if torch.compiler.is_compiling():
@@ -37,8 +39,11 @@ def visible_keys(attention_mask: Any) -> Tensor:
     """Convert an attention mask to a bool mask of the same shape, True where a query may attend to a key.
 
     Args:
-        attention_mask: mask of pairs of queries and keys, either bool (True where a query may attend to a key) or added to the
-            attention scores (0 for visible keys, at most -1000 for hidden ones).
+        attention_mask: mask of pairs of queries and keys. It is either bool, True where a query may attend to a key, or added
+            to the attention scores, with 0 for visible keys and at most -1000 for hidden ones.
+
+    Returns:
+        The bool mask. A bool ``attention_mask`` is returned unchanged.
 
     Raises:
         ValueError: if the mask is not a tensor, or if it contains other values.
@@ -67,9 +72,9 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
     """Convert the attention mask of a cross-attention layer to a padding mask of the context.
 
     Args:
-        attention_mask: mask ``[B, Nk]``, nonzero or True for visible tokens; or mask ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]`` for Q
-            queries or Q = 1, either bool (True where a query may attend to a token) or added to the attention scores (0 for
-            visible tokens, at most -1000 for hidden ones). None without a mask. B may be 1.
+        attention_mask: mask ``[B, Nk]``, nonzero or True for visible tokens; or mask ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]``, where
+            Q is the number of queries or 1. The latter is either bool, True where a query may attend to a token, or added to
+            the attention scores, with 0 for visible tokens and at most -1000 for hidden ones. B may be 1. None without a mask.
         tokens: number Nk of tokens of the context.
         batch: number of rows.
 
@@ -99,7 +104,7 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
 
 
 def padding_to_end(real: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """Move the padding of each row of a context to its end, so that blocks are counted from the first real token.
+    """Move the padding of each row of a context to its end, so that its blocks begin at the first token that is not padding.
 
     Args:
         real: ``[B, N]`` bool, False for padding; None if no token is padding.

@@ -58,13 +58,13 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
 def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
     """Describe a model as plain data, from which :func:`build_configuration` rebuilds its configuration.
 
-    The description is a dict with ``class_path`` (name of the configuration class), ``init_args`` (options of the class) and
-    ``extra`` (entries of a published ``config.json`` that the class does not know). Without such entries, ``extra`` is left
-    out.
-
     Args:
         config: configuration of the model.
         pretrained: path or name of the model, for the error message.
+
+    Returns:
+        Dict with ``class_path`` (name of the configuration class), ``init_args`` (options of the class) and ``extra`` (entries
+        of a published ``config.json`` that the class does not know). Without such entries, ``extra`` is left out.
 
     Raises:
         ValueError: if the model is quantized.
@@ -92,13 +92,15 @@ def describe(config: PreTrainedConfig, pretrained: str) -> dict[str, Any]:
 def read_description(pretrained: str) -> dict[str, Any]:
     """Read the description of a model, which is plain data from which the model can be built again.
 
-    A model from transformers is described as :func:`describe` does it. A checkpoint may also contain a timm encoder. Its
-    description has the form that the module :mod:`lightning_mhla.swap.timm_networks` documents. A description from a checkpoint
-    is not checked until a model is built from it.
+    A description from a checkpoint is not checked until a model is built from it.
 
     Args:
         pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
             Hugging Face Hub.
+
+    Returns:
+        Dict with the same entries as the result of :func:`describe`. For a timm encoder in a checkpoint, dict with the entries
+        that :mod:`lightning_mhla.swap.timm_networks` documents.
 
     Raises:
         FileNotFoundError: if there is no such model.

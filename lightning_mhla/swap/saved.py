@@ -2,9 +2,9 @@
 
 diffusers' and transformers' own ``save_pretrained`` and ``from_pretrained`` write and read the files, so features such as
 sharding and variants work as usual. The original model classes would ignore the new attention and only warn about unexpected
-weights. Therefore at least one value in the saved ``config.json`` is replaced by a text that makes the original class fail with
-an error message, and this message tells the user how to load the model. Subclasses of the original classes restore the original
-values, and replace the attention again when a model is built.
+weights. Therefore at least one value in the saved ``config.json`` is replaced by a text that makes the original class fail. The
+error message quotes this text, which tells the user how to load the model. Subclasses of the original classes restore the
+original values, and replace the attention again when a model is built.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from {source} import {names}
 
 __all__ = [{quoted}]
 '''
+"""Template of the Python module that :func:`write_module` writes."""
 
 ORIGINAL = "original"
 """Key in the saved record of a swap for the configuration values that :data:`NOTICE` and other guards replace."""
@@ -44,7 +45,7 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
     """Return the class derived from a mixin and a diffusers or transformers class. It is created on the first call.
 
     Args:
-        mixin: mixin that replaces the attention.
+        mixin: subclass of :class:`SwappedClass` that saves and loads replaced attention.
         host: model or configuration class from diffusers or transformers. A class that was derived from ``mixin`` before is
             returned unchanged.
         name: name of the derived class, which can be imported under this name from the module of ``mixin``.

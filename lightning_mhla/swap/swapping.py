@@ -5,9 +5,9 @@
     model.save_pretrained("swapped")
     model = load_swapped("swapped")
 
-The projections of queries, keys, values and outputs and the norms of queries and keys keep their names and weights. The new
-attention has parameters of its own, none of which is initialized at random: its output gate and the local convolution
-(``lepe``) initially do not change the output.
+The projections of queries, keys, values and outputs and the norms of queries and keys keep their names and weights. Parameters
+that the new attention adds are not initialized at random. The output gate and the local convolution (``lepe``) initially do not
+change the output.
 
 :mod:`lightning_mhla.swap.diffusers`, :mod:`lightning_mhla.swap.timm` and :mod:`lightning_mhla.swap.transformers` describe the
 details for each library.
@@ -42,7 +42,7 @@ HUB_NAME = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?")
 
 
 def host_of(model: nn.Module) -> HostLibrary:
-    """Return the object that implements attention replacement for the library a model belongs to.
+    """Return the implementation of attention replacement for the library to which a model belongs.
 
     Raises:
         ValueError: if the model does not belong to diffusers, timm or transformers.
@@ -99,8 +99,8 @@ def swap_attention(
         layer_kinds: alternative to ``layers``: attention kinds for the first layers, repeated until all layers have one.
             ``"keep"`` keeps a layer, and ``"replace"`` stands for ``attention.kind``. For example,
             ``["keep", "replace", "replace"]`` replaces two of every three layers.
-        cross: whether to replace cross-attention, the ``attn2`` of diffusers and the decoder's attention to the encoder in
-            encoder-decoder models from transformers, instead of self-attention.
+        cross: True to replace cross-attention instead of self-attention. This is the attention ``attn2`` in diffusers
+            transformers, and the decoder's attention to the encoder in encoder-decoder models from transformers.
 
     Returns:
         Mapping from layer number to the new attention module.
@@ -167,9 +167,9 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
         block_grid: new number of blocks along each axis of the token grid.
 
     Raises:
-        ValueError: if no layer has such blocks, if ``block_grid`` does not have one positive entry for each axis of the model's
-            token grid, or if the kind is ``mhla`` and the model has class or register tokens, because its coefficients then
-            have a fixed size.
+        ValueError: if no layer has such blocks, or if ``block_grid`` does not have one positive entry for each axis of the
+            model's token grid. Also if the kind is ``mhla`` and the model has class or register tokens, because its
+            coefficients then have a fixed size.
         TypeError: if an entry of ``block_grid`` is not an integer.
     """
     new, host = tuple(map(index, block_grid)), host_of(model)
@@ -212,8 +212,8 @@ def load_swapped(
 
     Args:
         folder: folder of the model, or its name on the Hugging Face Hub.
-        dtype: dtype of the weights. Mixing coefficients, and weights that the library always keeps in float32, are not
-            converted. None for the dtype in which the weights were saved.
+        dtype: dtype of the weights, or its name. Mixing coefficients, and weights that the library always keeps in float32, are
+            not converted. None or ``"auto"`` for the dtype in which the weights were saved.
         torch_dtype: older name of ``dtype``.
         options: further arguments of the library's ``from_pretrained``, such as ``variant``, ``device_map``, ``subfolder``,
             ``use_safetensors``, ``revision`` and ``cache_dir``. timm models support only ``cache_dir``.

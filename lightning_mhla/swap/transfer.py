@@ -98,7 +98,7 @@ def only_new_trained(model: nn.Module) -> Iterator[None]:
 
 
 def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
-    """Compute how much the outputs of new and original attention differ, averaged over replaced layers.
+    """Compute how much the outputs of the new and the original attention differ, averaged over the replaced layers.
 
     The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output,
     so that all layers have the same weight. Each layer gets the input that it has in the original model, so no layer has to
@@ -134,13 +134,13 @@ def matching_loss(
     recomputes: bool,
     trained: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Tensor:
-    """Compute how much the outputs of replaced and original layers differ, averaged over layers.
+    """Compute how much the outputs of replacement layers and original layers differ, averaged over layers.
 
     The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output.
     Both layers get the input that the original layer receives in ``run``. Padding tokens are ignored.
 
     Args:
-        model: model with the replaced layers.
+        model: model in which layers were replaced.
         replaced: mapping from each original layer to its replacement. Both may be the same module if it computes the original
             attention during ``run``.
         run: function that calls the complete model with the original layers once, without a cache.

@@ -278,8 +278,8 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
 
     Raises:
         ValueError: if the layer limits its scores (``attn_logit_softcapping``), uses dropout on attention weights, or has
-            offloaded weights; if a layer of a language model is not causal, or a layer of an encoder is causal; or if the
-            layer's model family is an image encoder but ``model`` has no patch convolution.
+            offloaded weights. Also if a layer of a language model is not causal, if a layer of an encoder is causal, or if the
+            layer belongs to an image encoder and ``model`` has no patch convolution.
     """
     if (cap := getattr(layer, "attn_logit_softcapping", None)) is not None:
         raise ValueError(

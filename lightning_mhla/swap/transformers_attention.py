@@ -251,9 +251,9 @@ def swapped_attention(
         key: keys, after the rotary embedding if the model has one, ``[B, Hkv, N, Dk]``. Unlike in softmax attention, keys of
             cached tokens are not included.
         value: values of the same tokens, ``[B, Hkv, N, Dv]``.
-        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
-            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]`` of pairs of
+            queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
+            for visible keys and at most -1000 for hidden ones. None without a mask.
         options: further arguments that transformers passes. Three are used: ``scaling``, ``position_ids``, and ``given_mask``,
             a one-item tuple that holds the ``attention_mask`` passed to the model, or None.
 
@@ -261,9 +261,9 @@ def swapped_attention(
         Outputs ``[B, N, H, Dv]``, and None in place of attention weights.
 
     Raises:
-        ValueError: if the mask hides anything except padding and, in a decoder, later tokens; if the mask adds biases to
-            scores; if documents are packed in more than one row; if a text exceeds the length that dense mixing coefficients
-            support; if the cache has no state to continue; or if the tokens do not match the grid of the current image.
+        ValueError: if the mask adds biases to scores, or hides anything except padding and, in a decoder, later tokens. Also if
+            documents are packed in more than one row, if a text exceeds the length that dense mixing coefficients support, if
+            the cache has no state to continue, or if the tokens do not match the grid of the current image.
     """
     out = _attend(module, query, key, value, attention_mask, options)
     return out.unflatten(-1, (query.shape[1], -1)), None
@@ -434,9 +434,9 @@ def _attend_text(module: Any, x: Tensor, heads: list[Tensor], attention_mask: An
         module: transformers attention module.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
-        attention_mask: mask ``[B, N]``, nonzero or True for tokens that are not padding; or mask ``[B, 1, N, N]``, either bool
-            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
-            without padding.
+        attention_mask: mask ``[B, N]``, nonzero or True for tokens that are not padding; or mask ``[B, 1, N, N]`` of pairs of
+            queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
+            for visible keys and at most -1000 for hidden ones. None without padding.
 
     Returns:
         Outputs ``[B, N, H * D]``.

@@ -133,8 +133,8 @@ class SummarizedLayer(DynamicLayer):
 
         Args:
             change: function that changes the rows of the keys and values.
-            choose: function that makes the same change to a tensor of row indices: it takes ``[B]`` int64 for the B rows before
-                the change, and returns the index of the old row for each new row.
+            choose: function that makes the same change to row indices. It takes the indices 0 to B - 1 of the B old rows,
+                ``[B]`` int64, and returns the index of the old row for each new row.
         """
         if self.summarized is not self.keys:  # an update or a crop came after the last read
             self._forget()
@@ -167,7 +167,13 @@ def install(module: Any, attention: CrossAttention) -> None:
 
 
 def refuse_left_padding(decoder: Any) -> None:
-    """Add a hook to a decoder that rejects rows whose first token is padding, while a layer computes new cross-attention."""
+    """Add a hook to a decoder that rejects rows whose first token is padding.
+
+    The hook does nothing while all layers compute their original cross-attention.
+
+    Args:
+        decoder: decoder of an encoder-decoder model from transformers.
+    """
     position = list(signature(decoder.forward).parameters).index("attention_mask")
     decoder.register_forward_pre_hook(partial(_refuse_left_padding, position), with_kwargs=True)
 

@@ -29,8 +29,8 @@ def real_of_decoder(
 
     Args:
         attention_mask: mask that the attention module receives: ``[B, columns]``, nonzero or True for visible tokens; or
-            ``[B, 1, N, columns]``, either bool (True where a query may attend to a key) or added to the scores (0 where it may,
-            at most -1000 elsewhere). None without a mask.
+            ``[B, 1, N, columns]`` for pairs of queries and keys. The latter is either bool, True where a query may attend to a
+            key, or added to the scores, with 0 for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
         cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
@@ -72,9 +72,9 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
-            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]`` of pairs of
+            queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
+            for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
         position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None not to recognize documents by position.
 
@@ -150,9 +150,9 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
     tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
-            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]`` of pairs of
+            queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
+            for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs or outputs of the attention module, ``[B, N, C]``.
 
     Returns:
@@ -172,9 +172,9 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
 
     Args:
-        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]``, either bool
-            (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere); None
-            without a mask.
+        attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]`` of pairs of
+            queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
+            for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
         cache: cache layer. Its recurrent state does not include these tokens yet, but its token count does. None without a
             cache.
@@ -216,9 +216,9 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
     """Convert the attention mask of a text encoder to a padding mask of its input.
 
     Args:
-        attention_mask: mask for B rows of N tokens: ``[B, N]``, nonzero or True for visible tokens; or ``[B, 1, N, N]``, either
-            bool (True where a query may attend to a key) or added to the scores (0 where it may, at most -1000 elsewhere). None
-            without a mask.
+        attention_mask: mask for B rows of N tokens: ``[B, N]``, nonzero or True for visible tokens; or ``[B, 1, N, N]`` for
+            pairs of queries and keys. The latter is either bool, True where a query may attend to a key, or added to the
+            scores, with 0 for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs of the attention module, ``[B, N, C]`` for tokens of width C.
 
     Returns:
