@@ -1,4 +1,4 @@
-"""Options on which the model and the data module must agree, such as ``num_classes``: a value set for one is used for both."""
+"""Agreement of the model and the data module on the values of options that both have, such as ``num_classes``."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
     """Give the model and the data module the same value for options that must agree, such as ``num_classes``.
 
     If the values differ, the one with the higher priority is used for both. Command-line options have priority over
-    configuration files, and later files over earlier ones. The option ``context`` may keep a smaller value in the data module
-    than in the model if both values were set.
+    configuration files, and later files over earlier ones. If neither value was set, that of the model is used. The option
+    ``context`` may keep a smaller value in the data module than in the model if both values were set. If the data module can
+    count the classes in its training data, their number is used as ``num_classes``.
 
     Args:
         options: parsed options of the command, changed in place.
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
+        FileNotFoundError: if classes must be counted, and the training data does not exist.
         ValueError: if two values contradict each other and have the same priority, because both are in the same file or on the
-            command line.
+            command line; or if ``num_classes`` of the model differs from the number of classes in the data.
     """
     parts = {part: (options.get(part) or {}).get("init_args", {}) for part in ("model", "data")}
     _count_classes(options, parts, sources)
@@ -53,7 +55,7 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
 
 def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
-    """Return the priority of the last source that sets an option, as a number; a larger number means a higher priority.
+    """Return the priority of an option's value as a number, which is larger for a higher priority.
 
     Args:
         part: ``model`` or ``data``, the object that has the option.
@@ -75,8 +77,8 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
     """Set ``num_classes`` of the model and the data module to the number of classes in the training data.
 
-    Nothing changes if ``num_classes`` of the data module is set, if the model does not have this option, or if the data module
-    cannot count classes.
+    Nothing changes if ``num_classes`` of the data module is set, if the model or the data module does not have this option, or
+    if the data module cannot count classes.
 
     Args:
         options: parsed options of the command.
@@ -84,7 +86,7 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
-        FileNotFoundError: if the number of classes is not known, and the training data does not exist.
+        FileNotFoundError: if the training data does not exist, and ``num_classes`` of the model is not set either.
         ValueError: if a source sets ``num_classes`` of the model to a different number.
     """
     data = parts["data"]

@@ -120,7 +120,7 @@ def _receives_tensors(error: BaseException) -> bool:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error, then the error that caused it, then the cause of that one, and so on."""
+    """Yield an error and the chain of errors that led to it, from the latest to the earliest."""
     passed: set[int] = set()  # a chain of errors may contain a cycle
     link: BaseException | None = error
     while link is not None and id(link) not in passed:

@@ -27,8 +27,9 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
-        Options under the keys ``model`` and ``data``, each a dict with ``class_path`` and ``init_args``. Empty if
-        ``checkpoint`` is a keyword of Lightning, a URL or a folder without checkpoints.
+        Options under the keys ``model`` and ``data``, each a dict with ``class_path`` and ``init_args``. A key is absent if its
+        options are not stored or are ignored. The dict is empty if ``checkpoint`` is a keyword of Lightning, a URL or a folder
+        without checkpoints.
 
     Raises:
         ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class for the model or the data module

@@ -3,9 +3,9 @@
 Options are merged one by one; the value with the highest priority is used. In the result, arguments of a class are always below
 ``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes have
 are kept. If it chooses a different kind of attention, the ``options`` of the former kind are dropped. A kind that is named
-without ``options`` has its own defaults, not the options in the default of the parameter. Lists, and mappings with arbitrary
-keys, are replaced as a whole. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the last
-item in the list.
+without ``options`` starts from its own defaults; ``options`` in the default value of the parameter are ignored. Lists, and
+mappings with arbitrary keys, are replaced completely. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the
+last item in the list.
 """
 
 from __future__ import annotations

@@ -25,7 +25,10 @@ def use_run_folder(options: Any) -> RunFolder:
         options: parsed options of the command, changed in place.
 
     Returns:
-        The folder, whose lock prevents a second training process from using it.
+        The folder, whose lock prevents a second run from using it.
+
+    Raises:
+        ValueError: if another run uses the folder, or the folder contains files that do not belong to a run.
     """
     path = Path(options.run_dir)
     folder = RunFolder(path)
@@ -50,7 +53,8 @@ def use_run_folder(options: Any) -> RunFolder:
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
     """Make ``validate`` and ``test`` write to the checkpoint's run folder, and ``predict`` to a new subfolder of it.
 
-    Nothing changes if no checkpoint is given, or if a source sets ``trainer.logger`` or ``trainer.default_root_dir``.
+    Logging is disabled. Nothing changes if no checkpoint is given, if it is not an existing path, or if a source sets
+    ``trainer.logger`` or ``trainer.default_root_dir``.
 
     Args:
         options: parsed options of the command, changed in place.

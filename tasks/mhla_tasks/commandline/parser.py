@@ -167,7 +167,7 @@ class SuiteCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Check the types of all option values, even those that others override; print help or configuration if requested.
+        """Check the types of all option values, including overridden ones, and print help or configuration if requested.
 
         Args:
             parser: parser with all options of the command.
@@ -258,7 +258,10 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 
 def remove_unused(trainer: Trainer) -> None:
-    """Remove the log folder ``version_N`` of a training run that ended before its first step, so that N can be used again."""
+    """Remove the log folder ``version_N`` of a training run that ended before its first step, so that N can be used again.
+
+    Only the first process of the run removes the folder.
+    """
     if not trainer.is_global_zero or trainer.global_step:
         return
     # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.

@@ -1,4 +1,4 @@
-"""Progress bar of the commands, whose total is the number of batches that the current epoch still trains on."""
+"""Progress bar of the commands, which ends at the last batch that training uses in the current epoch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EpochBar(RichProgressBar):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Create the bar of an epoch that an earlier process began, for which Lightning calls no hook at its start."""
+        """Create the bar of an epoch that an earlier process began, because Lightning calls no epoch hook in this case."""
         if self.is_enabled and self.train_progress_bar_id is None:
             self._first_batch = batch_idx
             super().on_train_epoch_start(trainer, pl_module)

@@ -15,7 +15,7 @@ from mhla_tasks.commandline.arguments import CommandLine, Option
 from mhla_tasks.commandline.shipped import PREFIX, names
 
 INCLUDES = ("model", "data", "trainer", "init_args", "config")
-"""Keys whose value may be the path of any file with options; values of other keys are paths only if they end in .yaml."""
+"""Keys whose value may be the path of any file with options. Other values are paths only if they end in .yaml or .yml."""
 
 DEPTH = 5
 """Maximum nesting depth of files that include one another."""
@@ -189,7 +189,9 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]
         Nested options, and a mapping from the path of each key to its line number.
 
     Raises:
-        ValueError: if the file does not exist, is too large, contains no options, or sets a key twice.
+        OSError: if the file cannot be read.
+        ValueError: if the file does not exist, is too large, is not UTF-8, contains no options, or sets a key twice.
+        yaml.YAMLError: if the file is not valid YAML.
     """
     if not path.is_file():
         raise ValueError("is a folder, not a file; name the file in it" if path.is_dir() else "does not exist")

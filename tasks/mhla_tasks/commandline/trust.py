@@ -44,7 +44,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a class that a configuration or a checkpoint names but may not use."""
+    """Error for a class that a configuration or a checkpoint names, although it must not."""
 
 
 _trusted: list[str] = []
@@ -156,10 +156,11 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
 
 def refusal(class_path: str) -> str | None:
-    """Return an error message that says why a configuration may not name a class; None if it may name the class.
+    """Return an error message if configurations must not name a class; None if they may.
 
     Args:
-        class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``.
+        class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``. A name without a module is
+            accepted, because the parser finds only imported classes by such a name.
     """
     if not NAME.fullmatch(class_path) or len(class_path) > 500:
         return "is not the name of a class"
@@ -176,7 +177,7 @@ def refusal(class_path: str) -> str | None:
 
 
 class _Check:
-    """Collector of the classes that options name; rejects classes that the parameter of an option does not accept.
+    """Collector of the classes that options name, which rejects classes that the parameter of an option does not accept.
 
     Attributes:
         found: import paths of the permitted classes. If a class has several import paths, all of them are included.

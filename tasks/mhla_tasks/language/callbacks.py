@@ -89,6 +89,9 @@ class TextSamples(Callback):
     Args:
         prompts: texts to continue.
         seed: seed of sampling, the same at each validation.
+
+    Raises:
+        ValueError: if there are no prompts, or one of them is empty.
     """
 
     def __init__(self, prompts: list[str], seed: int = 0) -> None:

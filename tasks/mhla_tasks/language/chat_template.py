@@ -1,7 +1,7 @@
 """Conversion of messages to tokens with the chat template of a tokenizer.
 
-The spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text. A template therefore gets a
-placeholder for a message, which is replaced afterwards.
+The spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text. To tell such a spelling from the
+control tokens of the template, the template is rendered with placeholders, which the messages replace afterwards.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ ASSISTANT = "assistant"
 """Role of the messages that the model writes, in every chat template."""
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-"""Pattern of the tag around the text that the model writes, which transformers defines for chat templates."""
+"""Pattern of the tag that begins text written by the model in a chat template, as defined by transformers."""
 
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 """Control tokens of :data:`CHATML`."""
 
 
 class ChatTemplate:
-    """Chat template of a tokenizer.
+    """Chat template of a tokenizer, with methods to render messages, to encode them, and to find the replies in the output.
 
     Args:
         tokenizer: tokenizer with a chat template.
@@ -55,11 +55,11 @@ class ChatTemplate:
         self.tokenizer, self.control = tokenizer, control_tokens(tokenizer)
 
     def render(self, roles: Sequence[str], reply: bool = False) -> str:
-        """Return the output of the template, with the placeholder of a message's number in place of its text.
+        """Return the output of the template with a numbered placeholder in place of the text of each message.
 
         Args:
             roles: role of each message.
-            reply: whether the output ends where the next reply of the model begins.
+            reply: whether to end the output with the prompt for a reply of the model.
 
         Raises:
             ValueError: if the template rejects the messages.
@@ -67,11 +67,11 @@ class ChatTemplate:
         return self.render_messages([(role, placeholder(number)) for number, role in enumerate(roles)], reply)
 
     def render_messages(self, messages: Sequence[tuple[str, str]], reply: bool = False) -> str:
-        """Return the output of the template for messages themselves, given as role and text.
+        """Return the output of the template for messages.
 
         Args:
             messages: role and text of each message.
-            reply: whether the output ends where the next reply of the model begins.
+            reply: whether to end the output with the prompt for a reply of the model.
 
         Raises:
             ValueError: if the template rejects the messages.
@@ -84,10 +84,10 @@ class ChatTemplate:
     def reply_ranges(self, messages: Sequence[tuple[str, str]], rendered: str) -> list[tuple[int, int]]:
         """Return the ranges of characters that the model writes in the output of the template.
 
-        A template may mark them with the tag ``generation``, as for transformers' ``return_assistant_tokens_mask``. Without
-        the tag, a reply begins where the output for the messages before it ends, with the prompt for a reply, which is what the
-        model reads in a chat. It ends with the control token that ends replies, or, in a template without such a token, where
-        the output for the messages up to the reply ends.
+        A template may mark them with the tag ``generation``, as for transformers' ``return_assistant_tokens_mask``. Without the
+        tag, a reply begins after the text that the model reads before it in a chat: the output for the earlier messages,
+        followed by the prompt for a reply. The reply ends with the control token that ends replies. If the template does not
+        have such a token, the reply ends where the output for all messages up to the reply ends.
 
         Args:
             messages: role and text of each message.
@@ -97,7 +97,8 @@ class ChatTemplate:
             Index of the first character of each range, and index after its last one, in ascending order.
 
         Raises:
-            UnknownRepliesError: if the template does not mark replies, and changes the text before a reply when it follows.
+            UnknownRepliesError: if the template does not mark replies, and its output with a reply does not begin with the
+                text that the model reads before the reply.
         """
         if self._marks_replies:
             return self._marked_ranges(messages)
@@ -118,7 +119,17 @@ class ChatTemplate:
         return ranges
 
     def _prefix(self, messages: Sequence[tuple[str, str]], rendered: str, reply: bool, number: int) -> int:
-        """Return the length of the output for the first messages, after checking that the complete output begins with it."""
+        """Return the length of the output for some messages, after checking that the complete output begins with this output.
+
+        Args:
+            messages: messages at the beginning of the conversation, as role and text.
+            rendered: complete output.
+            reply: whether the output for ``messages`` ends with the prompt for a reply.
+            number: index of the reply, for the error message.
+
+        Raises:
+            UnknownRepliesError: if the complete output begins differently, or the template rejects the messages.
+        """
         try:
             prefix = self.render_messages(messages, reply)
         except ValueError as error:
@@ -183,7 +194,9 @@ class ChatTemplate:
     def encode_with_replies(
         self, rendered: str, contents: Sequence[str], ranges: list[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the same token indices as :meth:`encode` for messages that spell a control token, and those of the replies.
+        """Return the token indices of messages that spell a control token, and the mask of those that the model writes.
+
+        The indices are the same as those from :meth:`encode`.
 
         Args:
             rendered: output of :meth:`render`.
@@ -215,7 +228,7 @@ class ChatTemplate:
         return ids, np.concatenate(masks)
 
     def spelled(self, contents: Sequence[str]) -> bool:
-        """Return whether a message spells a control token."""
+        """Return whether one of the texts contains the spelling of a control token, such as ``<|im_end|>``."""
         return any(token in text for text in contents for token in self.control.values() if token)
 
     def reply_ends(self, roles: Sequence[str]) -> set[int]:
@@ -230,7 +243,10 @@ class ChatTemplate:
         return {following[0]} if following and following[0] in self.control else set()
 
     def _parts(self, rendered: str, contents: Sequence[str]) -> list[str]:
-        """Split a rendered template into its own texts and the messages, which alternate; the first is the template's."""
+        """Split the output of the template at its placeholders, and insert the messages.
+
+        Texts of the template and messages alternate in the result. The first text, which may be empty, is the template's.
+        """
         parts = PLACEHOLDER.split(rendered)
         return [contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
 
@@ -245,7 +261,11 @@ def _rows(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def _guarded(render: Callable[[], Output]) -> Output:
-    """Run a function that renders a chat template, with a time limit and one type of error."""
+    """Run a function that renders a chat template, with a time limit.
+
+    Raises:
+        ValueError: if the template fails, or exceeds the time limit.
+    """
     try:
         with time_limit(TEMPLATE_SECONDS, "the chat template is not safe to use: its loops"):
             return render()

@@ -1,4 +1,4 @@
-"""Reading one column of texts or dialogues from JSON lines, JSON, CSV, TSV and Parquet files, row by row.
+"""Readers of one column of texts or dialogues in JSON lines, JSON, CSV, TSV and Parquet files, row by row.
 
 The values in other columns may have any type.
 """

@@ -12,7 +12,7 @@ ROLE = re.compile(r"[\w-]+")
 
 @dataclass(frozen=True)
 class Dialogue:
-    """Dialogue of a table row, which becomes tokens through the chat template of the tokenizer.
+    """Dialogue from a row of a table. The chat template of a tokenizer converts it to text.
 
     Attributes:
         messages: role and text of each message.
@@ -36,7 +36,8 @@ def as_document(value: Any, source: str) -> Document | None:
         source: location of the value, for the error message.
 
     Raises:
-        ValueError: if the value is none of these, or a message calls tools.
+        ValueError: if the value has a different type, or a message lacks a role or a content, has a role that is not a single
+            word, or calls tools.
     """
     if value is None or isinstance(value, str):
         return value

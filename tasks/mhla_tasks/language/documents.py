@@ -45,11 +45,10 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder:
-    """Callable that encodes documents.
+    """Callable that encodes texts and dialogues as tokens.
 
     A text gets the special tokens that begin and end it. A dialogue gets the tokens of the chat template and no others, as with
-    transformers' ``apply_chat_template``. If a message spells a control token, the template gets placeholders in place of the
-    messages, so that the control token remains text.
+    transformers' ``apply_chat_template``. If a message spells a control token, the spelling is encoded as text.
 
     The missing bytes differ from 0 if the tokenizer changes a text before it splits it. A control token inside a document
     counts as many bytes as its spelling has, so it adds nothing to the difference.
@@ -71,10 +70,13 @@ class DocumentEncoder:
         self._ranges: dict[tuple[str, ...], list[tuple[int, int]]] = {}
 
     def __call__(self, documents: Sequence[Document]) -> EncodedDocuments:
-        """Encode documents.
+        """Encode documents, one after the other.
 
         Args:
             documents: texts and dialogues.
+
+        Returns:
+            The tokens of all documents in their order, the start of each document, and its number of missing bytes.
 
         Raises:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
@@ -83,10 +85,10 @@ class DocumentEncoder:
         return self._encode(documents, with_targets=False)[0]
 
     def with_targets(self, documents: Sequence[Document]) -> tuple[EncodedDocuments, np.ndarray]:
-        """Encode documents, and mark the tokens that the loss counts if it leaves out what the model does not write.
+        """Encode documents, and mark the tokens that count toward a loss on texts and the assistant's messages only.
 
-        All tokens of a text count. Of a dialogue, those of the assistant's messages count, and the control token that ends
-        them, as with transformers' ``return_assistant_tokens_mask``.
+        All tokens of a text count. In a dialogue, the tokens of the assistant's messages count, including the control token
+        that ends a message, as with transformers' ``return_assistant_tokens_mask``.
 
         Args:
             documents: texts and dialogues.
@@ -96,7 +98,7 @@ class DocumentEncoder:
 
         Raises:
             UnknownRepliesError: if the chat template or the tokenizer does not show which tokens the model writes.
-            ValueError: in the cases of :meth:`__call__`.
+            ValueError: if a document cannot be encoded, as in :meth:`__call__`.
         """
         return self._encode(documents, with_targets=True)
 
@@ -106,7 +108,7 @@ class DocumentEncoder:
         return EncodedDocument(tokens, int(missing[0]))
 
     def one_with_targets(self, document: Document) -> EncodedDocument:
-        """Encode a single document with the mask of :meth:`with_targets`."""
+        """Encode a single document, and mark the tokens that count toward the loss as :meth:`with_targets` does."""
         (tokens, _, missing), targets = self.with_targets([document])
         return EncodedDocument(tokens, int(missing[0]), targets)
 
@@ -131,7 +133,7 @@ class DocumentEncoder:
         return encoded, np.concatenate(masks)
 
     def _dialogues(self, dialogues: Sequence[Dialogue], with_targets: bool) -> list[tuple[str, list[int], np.ndarray]]:
-        """Return the text, the tokens, and the mask of the tokens that the loss counts, of each dialogue.
+        """Return the text of each dialogue, its token indices, and the mask of the tokens that the loss counts.
 
         Args:
             dialogues: dialogues to encode.
@@ -175,7 +177,17 @@ class DocumentEncoder:
     def _spelled(
         self, rendered: str, contents: list[str], replies: list[tuple[int, int]], with_targets: bool
     ) -> tuple[list[int], np.ndarray]:
-        """Return the tokens and the mask of a dialogue in which a message spells a control token."""
+        """Encode a dialogue in which a message spells a control token.
+
+        Args:
+            rendered: output of the chat template, with placeholders for the messages.
+            contents: texts of all messages.
+            replies: ranges of characters of ``rendered`` that the model writes.
+            with_targets: whether the loss counts replies only; otherwise it counts all tokens.
+
+        Returns:
+            Token indices, and the mask of the tokens that the loss counts, ``[n]`` bool.
+        """
         if with_targets:
             return self._template.encode_with_replies(rendered, contents, replies)
         ids = self._template.encode(rendered, contents)
@@ -184,7 +196,7 @@ class DocumentEncoder:
     def _rendered_texts(
         self, texts: list[str], ranges: list[list[tuple[int, int]]] | None
     ) -> list[tuple[list[int], np.ndarray]]:
-        """Return the tokens and the mask of each output of the chat template.
+        """Return the token indices of each output of the chat template, and the mask of the tokens that the loss counts.
 
         Args:
             texts: outputs of the template.
@@ -226,7 +238,7 @@ class DocumentEncoder:
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Add the special tokens that begin and end a document to the tokens of its text.
 
-    If the tokenizer has only one such token, it is added at the start only.
+    If the tokenizer has only one such token, or the same token for both, it is added at the start only.
 
     Args:
         ids: token indices of the text.

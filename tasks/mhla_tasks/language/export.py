@@ -98,6 +98,10 @@ def export(model: CausalLanguageModel, folder: Path) -> None:
 
     LoRA adapters are first merged into the weights of ``model``.
 
+    Args:
+        model: trained model.
+        folder: path of the folder to write to.
+
     Raises:
         ValueError: if the model has no tokenizer.
     """
@@ -123,7 +127,7 @@ def write(
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a transformers model, which has no mixing coefficients to extend, or if the
+        ValueError: if ``context`` is given for a transformers model or a text encoder, which cannot be extended, or if the
             model has no tokenizer.
     """
     if isinstance(model, LinearizedTextEncoder):

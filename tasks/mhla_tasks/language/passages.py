@@ -19,7 +19,7 @@ from mhla_tasks.language.dialogues import text_of
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
-"""Passages are padded to a multiple of this number of tokens. A batch contains passages of the same group."""
+"""Number of tokens to whose multiples passages are padded."""
 
 TEXTS_AT_ONCE = 1024
 """Number of texts that are encoded together."""

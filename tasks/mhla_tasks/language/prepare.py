@@ -107,7 +107,7 @@ def write_token_shards(
                 samples = ({"__key__": sample_key(key), **encoder.members(group)} for key, group in keyed)
                 yield target / f"{prefix}-{number:05d}.tar", len(shard), samples
 
-        paths = fill_shards(shards(), f"writing runs to {prefix} shards", None)
+        paths = fill_shards(shards(), f"writing {prefix} shards", None)
     if not paths:
         raise ValueError(f"{', '.join(sources)} have no documents")
     return paths
@@ -130,9 +130,9 @@ def _origins(sources: Sequence[str]) -> list[Origin]:
 def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Save the tokenizer in the subfolder ``tokenizer`` of the folder of the shards, unless it is there already.
 
-    A new chat template replaces the one of the saved tokenizer, unless there are shards of dialogues. If the subfolder holds a
-    different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next number
-    that is not used.
+    A new chat template replaces the template of the saved tokenizer, unless there are shards of dialogues. If the subfolder
+    holds a different tokenizer and there are no shards yet, the subfolder is first renamed to ``tokenizer-1``, or to the next
+    number that is not used.
 
     Args:
         target: folder of the shards.
@@ -160,12 +160,12 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 class RunEncoder:
-    """Encoder of the samples of a shard.
+    """Encoder that turns groups of documents into the samples of token shards.
 
     Args:
         encoder: encoder of documents.
-        dtype: dtype of the tokens.
-        target: folder of the shards, in which dialogues are noted.
+        dtype: NumPy dtype of the stored tokens.
+        target: folder of the shards. A file in it notes whether they hold dialogues.
     """
 
     def __init__(self, encoder: DocumentEncoder, dtype: Any, target: Path) -> None:
@@ -174,7 +174,7 @@ class RunEncoder:
         self.has_warned = False
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
-        """Return the members of a sample that holds the documents."""
+        """Encode documents as a sample, and return the contents of its files in the shard, by their suffix."""
         (tokens, starts, missing), targets = self._encode(documents)
         if any(isinstance(document, Dialogue) for document in documents):
             note = "The shards hold dialogues, made with the chat template in tokenizer/.\n"
@@ -187,7 +187,10 @@ class RunEncoder:
         return members
 
     def _encode(self, documents: list[Document]) -> tuple[EncodedDocuments, np.ndarray | None]:
-        """Encode documents; the second value is None if the template does not show which text the assistant writes."""
+        """Encode documents, and mark the tokens that are texts or written by the assistant, ``[n]`` bool.
+
+        The mask is None if the chat template does not show which text the assistant writes.
+        """
         try:
             return self.encoder.with_targets(documents)
         except UnknownRepliesError as error:

@@ -23,7 +23,7 @@ from mhla_tasks.language.documents import EncodedDocument
 from mhla_tasks.language.text_bytes import spread_over
 
 Encode = Callable[[Document], EncodedDocument]
-"""Function that returns the tokens of a document."""
+"""Function that encodes a document as tokens."""
 
 KEPT = 64
 """Number of batches whose positions are remembered, more than a Trainer and its worker process prefetch."""
@@ -46,7 +46,7 @@ class PackedRows(IterableDataset):
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
-        encode: function that returns the tokens and the missing bytes of a document.
+        encode: function that encodes a document as tokens.
         positions: start position of each row of the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         context: number of tokens in a sample.

@@ -1,7 +1,7 @@
-"""Tokens that the loss counts, where it leaves out a part of them, such as the messages of the user in a dialogue.
+"""Masks and ranges of the tokens that the loss counts, such as the assistant's messages in a dialogue.
 
-They are stored as ranges of tokens beside the tokens themselves. Which tokens a model writes cannot be told from the tokens
-alone: a chat template may end the messages of all roles with the same control token, and a sample may begin inside a message.
+Ranges are stored beside the tokens, because the tokens alone do not show which of them the assistant wrote. A chat template may
+end the messages of all roles with the same control token, and a sample may begin inside a message.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def ranges_between(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
         ranges: index of the first token of each range and index after its last one, ``[ranges, 2]``, in ascending order and
             without overlap.
         first: index of the first token of the range to cut out.
-        stop: index after its last token.
+        stop: index after the last token of the range to cut out.
 
     Returns:
         The parts in the same form, ``[parts, 2]``; empty parts are omitted.
@@ -49,7 +49,7 @@ def ranges_mask(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
         ranges: index of the first token of each range and index after its last one, ``[ranges, 2]``, in ascending order and
             without overlap.
         first: index of the first token of the mask.
-        stop: index after its last token.
+        stop: index after the last token of the mask.
     """
     mask = np.zeros(stop - first, dtype=bool)
     for start, end in ranges_between(ranges, first, stop) - first:

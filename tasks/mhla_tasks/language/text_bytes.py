@@ -44,8 +44,8 @@ def counts_exactly(tokenizer: PreTrainedTokenizerBase) -> bool:
 def spread(missing: int, count: int, position: int) -> int:
     """Return how many of a document's missing bytes belong to its first ``position`` tokens.
 
-    Missing bytes are the difference between the length of the text in bytes and the number of bytes that its tokens stand for.
-    They are spread evenly over the tokens.
+    The number of missing bytes is the length of the text in bytes minus the number of bytes that its tokens stand for. Missing
+    bytes are spread evenly over the tokens.
 
     Args:
         missing: number of missing bytes of the document; may be negative.

@@ -50,7 +50,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
     Args:
         texts: texts to train on.
         vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
-        chat: whether the tokenizer has a chat template, in the format ChatML, with two more special tokens.
+        chat: whether to add a chat template in the format ChatML, with two more special tokens.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -23,7 +23,10 @@ PackedFiles = dict[str, str | dict[str, str]]
 MOST_FILES = 1000
 MOST_CHARACTERS = 1 << 29
 MOST_DEPTH = 8
-"""Limits for the tokenizer files in a checkpoint, far above the needs of published tokenizers."""
+"""Limits for the tokenizer files in a checkpoint: number of files, total number of characters, and depth of a path.
+
+They are far above the needs of published tokenizers.
+"""
 
 
 def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:

@@ -197,7 +197,7 @@ def _classes(module: TrainingModule) -> list[str]:
 
 
 def _commands(origin: ExportedRun) -> str:
-    """Return the commands that trained and exported the model, with the configuration of the run if it is known."""
+    """Return Markdown with the commands that trained and exported the model, and the run's configuration if it is known."""
     export = shlex.join(["lightning", *map(_published, origin.command)])
     configuration = origin.configuration()
     if configuration is None:

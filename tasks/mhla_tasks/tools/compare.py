@@ -39,8 +39,8 @@ def compare(
             for each run; the other formats average runs that differ only in their seed.
         page: path of the web page to write; None for no page.
         picture: path of the picture of the curves to write; None for no picture.
-        metrics: names of the metrics to show, in this order, and of other columns of the table (see
-            :func:`~mhla_tasks.tools.comparison.table.tabulate`); None for all.
+        metrics: names of the metrics to show, in this order; None for all. Names of other columns are also accepted, see
+            :func:`~mhla_tasks.tools.comparison.table.tabulate`.
 
     Raises:
         FileNotFoundError: if a folder does not exist or does not contain any run.
@@ -79,7 +79,7 @@ def write_comparison(folder: Path, runs: Sequence[Path], failed: Sequence[str] =
     Args:
         folder: folder of the sweep, to which the page and the picture are written.
         runs: folders of the runs, in the order of the sweep. Runs without ``run.json`` are left out, with a message.
-        failed: names of the folders of runs that failed, which the message need not explain.
+        failed: names of the folders of runs that failed. The message omits these runs.
     """
     recorded = [run for run in runs if (run / RECORD).exists()]
     missing = [shown(run.name) for run in runs if run not in recorded and run.name not in failed]

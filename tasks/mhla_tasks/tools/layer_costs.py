@@ -27,7 +27,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     The result describes a hybrid model, which keeps softmax attention in the layers whose replacement adds most to the loss.
 
     Args:
-        path: path of a checkpoint or a run folder of a LinearizedModel or a TimmClassifier.
+        path: path of a checkpoint or a run folder of a LinearizedModel, a TimmClassifier or a linearized encoder.
         keep: share of the layers that keep softmax attention in the hybrid model, at least 0 and below 1.
         batches: number of batches of the run's validation data to measure on.
         accelerator: accelerator of Lightning's Trainer, such as ``cpu`` or ``gpu``.
@@ -45,8 +45,9 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
     Raises:
+        FileNotFoundError: if there is no checkpoint.
         ValueError: if the model has a different class or no replaced layers, if ``keep`` or ``batches`` is out of range, or if
-            the data have no validation samples.
+            the data has no validation samples.
     """
     if not 0 <= keep < 1:
         raise ValueError(f"keep={keep} must be a share of the layers, from 0 to below 1")

@@ -27,7 +27,9 @@ def describe_status(status: int) -> str:
 
 
 def run_command(command: list[str], output: Path | None = None) -> int:
-    """Run a command and wait until it ends. SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
+    """Run a command and wait until it ends.
+
+    The signals SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
 
     Args:
         command: program and arguments.

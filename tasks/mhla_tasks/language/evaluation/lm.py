@@ -244,12 +244,12 @@ def _device(requested: str | None) -> str:
 
 
 def cut_left(tokens: list[int], length: int) -> list[int]:
-    """Keep the last ``length`` tokens; a shorter list is returned unchanged."""
+    """Return the last ``length`` tokens of a list; a shorter list is returned unchanged."""
     return tokens[max(0, len(tokens) - length) :]
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:
-    """Remove tokens from the middle until ``length`` tokens remain; a shorter list is returned unchanged."""
+    """Return a list without tokens in its middle, so that ``length`` remain; a shorter list is returned unchanged."""
     if len(tokens) <= length:
         return tokens
     head = length // 2

@@ -179,9 +179,10 @@ def common_name(names: Sequence[str]) -> str:
 
 
 def all_metrics(groups: Sequence[Group]) -> list[str]:
-    """List the recorded metrics: first those by which checkpoints were chosen, then those that differ between runs.
+    """List the recorded metrics, most informative first.
 
-    The number of validation samples, ``val/samples``, is omitted if it is the same in all runs.
+    Metrics by which checkpoints were chosen come first, then metrics that differ between runs, then all others. The number of
+    validation samples, ``val/samples``, is omitted if it is the same in all runs.
     """
     runs = [run for group in groups for run in group.runs]
     names = list(dict.fromkeys(name for run in runs for name in run.record["metrics"]))

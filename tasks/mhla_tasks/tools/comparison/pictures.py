@@ -22,7 +22,7 @@ LAST = 4000
 
 
 def pictures(groups: Sequence[Group], swatch: Sequence[str]) -> str:
-    """Return a section of HTML with the latest pictures of each kind, one for each group.
+    """Return a section of HTML with the latest picture of each kind for each group.
 
     The first run of a group represents it. Pictures whose names differ only in the optimizer step are of the same kind. The
     learning curves of single runs are left out, since the page has the curves of all runs.
@@ -109,5 +109,10 @@ def samples(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
 
 def html_text(text: str, lines: bool = False) -> str:
-    """Redact the secrets in a text and escape it for HTML; unless ``lines`` is true, escape line breaks, too."""
+    """Redact the secrets in a text, and escape it for HTML.
+
+    Args:
+        text: any text.
+        lines: whether to keep line breaks and control characters; otherwise they become escapes such as ``\\n``.
+    """
     return escape(redact(text) if lines else without_controls(redact(text)))

@@ -121,8 +121,11 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
 def unrecorded(folders: Sequence[Path]) -> list[Path]:
     """List the runs that have no ``run.json``, so that they cannot be compared.
 
-    They are given folders without any, and folders below the given ones that contain a run with a configuration or a run that a
-    sweep started.
+    A folder counts as a run if it contains a configuration of a run or was started by a sweep. A given folder without any run
+    is also listed.
+
+    Args:
+        folders: folders of runs, or folders that contain such folders at any depth.
     """
     without_record: list[Path] = []
     for folder in folders:

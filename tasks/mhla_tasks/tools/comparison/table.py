@@ -87,9 +87,9 @@ BEST = "best "
 def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
     """Build the table of a comparison.
 
-    The columns are the folder, the options that differ, the number of runs if it is not 1 everywhere, the last values of the
-    metrics, the best values of the metrics by which checkpoints were chosen unless they equal the last values, steps, time,
-    parameters, and notes if there are any.
+    The first columns are the folder, the options that differ, and the number of runs if a group has several. Then come the
+    last values of the metrics, and the best values of the metrics by which checkpoints were chosen unless these equal the last
+    values. The remaining columns are steps, time, parameters, and notes if there are any.
 
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
@@ -97,7 +97,7 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
             checkpoints were chosen, ``steps``, ``time`` and ``parameters``. None for all.
 
     Raises:
-        ValueError: if there is no such column.
+        ValueError: if ``columns`` contains the name of a column that does not exist.
     """
     runs = [run for group in groups for run in group.runs]
     keys = [key for key in differences(runs) if key != SEED]
@@ -184,7 +184,15 @@ def _metric_cell(summary: Summary) -> Cell:
 
 
 def _early(group: Group, metrics: Sequence[str]) -> list[str]:
-    """Describe metrics whose last value was measured before the last step of the runs."""
+    """Describe metrics whose last value was measured before the last step of the runs.
+
+    Args:
+        group: runs with the metrics.
+        metrics: names of the metrics to examine.
+
+    Returns:
+        Texts such as ``val/loss at step 900, not 1,000``; empty if there are no such metrics.
+    """
     steps = group.first.record["steps"]
     early: dict[int, list[str]] = {}
     for metric in metrics:

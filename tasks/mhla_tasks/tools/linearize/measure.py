@@ -34,7 +34,10 @@ REPEATS = 3
 """Number of forward passes that are timed at each length. Their median is reported."""
 
 LONG_PASS = 10.0
-"""Total seconds of one forward pass of every model above which passes are not repeated, and longer samples are not measured."""
+"""Time limit in seconds for one forward pass of every model in total.
+
+If the passes take longer, they are not repeated, and longer samples are not measured.
+"""
 
 LENGTHS: dict[str, tuple[int, ...]] = {
     "language": (128, 512, 1024, 2048, 4096, 8192),
@@ -205,6 +208,8 @@ def seconds_by_length(
     source: PretrainedSource, networks: Mapping[str, Any], longest: int | None
 ) -> dict[int, dict[str, float]]:
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
+
+    The measurement ends at the first length that a model does not support, or at which a forward pass takes very long.
 
     Args:
         source: pretrained model, which determines the lengths and the kind of input.

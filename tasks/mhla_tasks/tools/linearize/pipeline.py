@@ -288,6 +288,7 @@ def linearize(options: Any) -> None:
 
     Raises:
         FileNotFoundError: if there is no such model.
+        SystemExit: if a command that performs one of the steps fails, with the exit status of the command.
         ValueError: if the model cannot be linearized, or if an option has an invalid value or contradicts another one.
     """
     if not 0 <= options.keep < 1:

@@ -106,7 +106,13 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
 
 
 def _title(name: str) -> str:
-    """Return the name of a model in its report: that of its file or folder, with the parent folder if it says nothing."""
+    """Return the name of a model for its report, such as ``smollm2`` for the folder ``models/smollm2``.
+
+    The name of the parent folder is added if the last part of the path does not identify a model, such as ``checkpoint``.
+
+    Args:
+        name: path of the model, or its name on the Hugging Face Hub or in timm, which is returned unchanged.
+    """
     if not Path(name).exists():
         return name
     path = Path(name).resolve()
