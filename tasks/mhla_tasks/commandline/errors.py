@@ -1,4 +1,4 @@
-"""Error messages of commands: one or two lines for errors that the user can fix, a traceback for all others.
+"""Error messages of commands. Errors that the user can fix get one or two lines, and all others get a traceback.
 
 If the environment variable ``LIGHTNING_MHLA_TRACEBACK`` is set, all errors are shown with a traceback.
 """
@@ -21,7 +21,7 @@ from mhla_tasks.commandline.extras import name_the_extra
 from mhla_tasks.commandline.failures import chain, explain_failure
 
 TRACEBACK = "LIGHTNING_MHLA_TRACEBACK"
-"""Environment variable that makes every error show its traceback. Any value counts."""
+"""Environment variable that makes every error show its traceback. Any value that is not empty counts."""
 
 INTERRUPTED, READER_GONE = 130, 141
 """Exit statuses after Ctrl+C, and after the program that reads the output has ended: 128 plus the number of the signal."""
@@ -74,11 +74,14 @@ class CommandFailed(SystemExit):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Context manager in which a command runs; it prints a short message for an error that the user can fix.
+    """Context manager around a command, which prints a short message for an error that the user can fix.
 
-    The message has one or two lines, and the command ends with exit status 1. Other errors are raised unchanged. If the user
-    presses Ctrl+C, or if the program that reads the output ends (``| head``), the command ends without a message. The context
-    manager may be nested.
+    Other errors are raised unchanged, as are all errors if ``LIGHTNING_MHLA_TRACEBACK`` is set. The context manager may be
+    nested.
+
+    Raises:
+        CommandFailed: with exit status 1 after a message; with status 130 and no message after Ctrl+C; with status 141 and no
+            message if the program that reads the output has ended (``| head``).
     """
     hook, threading.excepthook = threading.excepthook, _report_thread
     try:
@@ -107,7 +110,7 @@ def reported() -> Iterator[None]:
 
 
 def explain(error: BaseException) -> str | None:
-    """Return the message for an error that the user can fix; None if the error is a bug in this project.
+    """Return the message for an error that the user can fix; None for any other error, which is most likely a bug.
 
     Args:
         error: error with its traceback, which shows the package that raised it.
@@ -129,6 +132,17 @@ def explain(error: BaseException) -> str | None:
 def printable(text: str) -> str:
     """Make an error message safe to print: remove secrets, escape control characters, and shorten it to 2000 characters."""
     return harmless(text)[:2000]
+
+
+def report_usage_error(text: str, program: str) -> NoReturn:
+    """Print a usage error and the command that shows the help, and exit with status 2.
+
+    Args:
+        text: the error message.
+        program: name of the command or tool, such as ``lightning fit``.
+    """
+    sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
+    raise CommandFailed(text, 2)
 
 
 def _report(error: Exception) -> None:

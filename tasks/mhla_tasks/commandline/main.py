@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from mhla_tasks.commandline import completion, registry, shipped
 from mhla_tasks.commandline.console import harmless, prepare_streams
-from mhla_tasks.commandline.errors import reported
+from mhla_tasks.commandline.errors import report_usage_error, reported
 from mhla_tasks.commandline.late_imports import put_off_imports, without_collection
 
 HELP = """\
@@ -63,10 +63,7 @@ def _run() -> None:
         (sys.stdout if asks_for_help else sys.stderr).write(f"{message}{registry.listing(arguments[0])}\n")
         sys.exit(0 if asks_for_help else 2)
     if arguments[0] not in registry.LIGHTNING and not arguments[0].startswith("-"):
-        sys.stderr.write(
-            f"error: {harmless(arguments[0])} is not a command{registry.nearest(arguments[0])}\nhelp: lightning --help\n"
-        )
-        sys.exit(2)
+        report_usage_error(f"{arguments[0]} is not a command{registry.nearest(arguments[0])}", "lightning")
     if any(word.partition("=")[0] == "--sweep" for word in arguments):
         sys.exit(import_module("mhla_tasks.tools.sweep").run(arguments))
     with without_collection():

@@ -16,8 +16,8 @@ from typing import NoReturn
 
 from typing_extensions import override
 
-from mhla_tasks.commandline.console import harmless, ignore_noise, set_levels, show_log
-from mhla_tasks.commandline.errors import reported
+from mhla_tasks.commandline.console import ignore_noise, set_levels, show_log
+from mhla_tasks.commandline.errors import report_usage_error, reported
 
 Run = Callable[[argparse.Namespace], int | None]
 
@@ -77,8 +77,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Print the error and the command that shows the help, and exit with status 2."""
-        sys.stderr.write(f"error: {harmless(message)}\nhelp: {self.prog} --help\n")
-        sys.exit(2)
+        report_usage_error(message, self.prog)
 
     @override
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: object = None) -> object:  # type: ignore[override]
