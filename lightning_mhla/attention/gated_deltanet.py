@@ -27,6 +27,7 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
     """
 
     Options = ConvolvedOptions
+    recurrence = staticmethod(gated_delta_rule)
     options: ConvolvedOptions
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
@@ -45,11 +46,6 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
         q, k = (_of_length_one(x) for x in (inputs.q, inputs.k))
         _, decay = self.decay(inputs.x)
         return Operands(q, k, inputs.v, {"beta": self.beta(inputs.x).sigmoid(), "log_decay": decay})
-
-    @override
-    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, gates = operands
-        return gated_delta_rule(q, k, v, gates["beta"], gates["log_decay"], **options)
 
 
 def _of_length_one(x: Tensor) -> Tensor:

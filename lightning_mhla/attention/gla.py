@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from typing_extensions import override
 
@@ -48,6 +48,7 @@ class GatedLinearAttention(RecurrentAttention, kind="gla"):
     """
 
     Options = GLAOptions
+    recurrence = staticmethod(gated_linear_attention)
     options: GLAOptions
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
@@ -66,8 +67,3 @@ class GatedLinearAttention(RecurrentAttention, kind="gla"):
     def operands(self, inputs: AttentionInputs) -> Operands:
         decay = F.logsigmoid(self.decay(self.reduce(inputs.x)).float()) / self.options.decay_divisor
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay.unflatten(-1, (self.heads, self.key_width))})
-
-    @override
-    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, gates = operands
-        return gated_linear_attention(q, k, v, gates["log_decay"], **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -125,8 +125,8 @@ class RecurrentAttention(Attention):
 
     Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Hidden
     tokens leave the state unchanged. The output of each head is normalized by an RMSNorm and multiplied by SiLU of a projection
-    of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands` and :meth:`recur`. The
-    constructor takes the arguments of :class:`Attention`.
+    of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands`, and set :attr:`recurrence`
+    or implement :meth:`recur`. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
         ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. Use :meth:`AttentionConfig.at_layer` to
@@ -141,6 +141,8 @@ class RecurrentAttention(Attention):
     Order = RasterOrder
     conv_bias: ClassVar[bool] = False
     """Whether the short convolution has a bias."""
+    recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+    """Function that computes the recurrence, with the gates of :meth:`operands` as keyword arguments."""
     options: RecurrentOptions
 
     def __init__(self, dim: int, heads: int, layout: BlockLayout, config: AttentionConfig, **options: Any) -> None:
@@ -174,7 +176,7 @@ class RecurrentAttention(Attention):
         raise NotImplementedError
 
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        """Compute the recurrence of this kind of attention over all tokens.
+        """Compute the recurrence of this kind of attention over all tokens. The default calls :attr:`recurrence`.
 
         Args:
             operands: queries, keys, values and gates, all with the number of heads of the layer.
@@ -183,7 +185,8 @@ class RecurrentAttention(Attention):
         Returns:
             Outputs ``[B, N, H, Dv]``, and the final state ``[B, H, Dk, Dv]``.
         """
-        raise NotImplementedError
+        q, k, v, gates = operands
+        return type(self).recurrence(q, k, v, **gates, **options)
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:

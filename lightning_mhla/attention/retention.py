@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.attention.inputs import AttentionInputs
@@ -22,6 +19,7 @@ class Retention(RecurrentAttention, kind="retention"):
     constructor takes the arguments of :class:`Attention`.
     """
 
+    recurrence = staticmethod(state_space_dual)
     unused = tuple(name for name in RecurrentAttention.unused if name != "rotary")
 
     @override
@@ -33,8 +31,3 @@ class Retention(RecurrentAttention, kind="retention"):
         head = torch.arange(self.heads, device=inputs.x.device)
         rates = torch.log1p(-(2.0 ** (-5 - head)))
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})
-
-    @override
-    def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, gates = operands
-        return state_space_dual(q, k, v, gates["log_decay"], **options)
