@@ -246,7 +246,9 @@ class Backbone(LayoutTables):
             return
         for block in self.layers:
             block.attn.extend(tokens)
-        self.layout = self.layers[0].attn.layout
+        # a layer that does not use blocks, such as softmax, has one block, which is not the partition of the others
+        with_blocks = [block.attn for block in self.layers if block.attn.uses_blocks]
+        self.layout = (with_blocks or [self.layers[0].attn])[0].layout
 
     def _angles(self, positions: Tensor) -> dict[float, Rotary]:
         """Compute rotary angles for all layers that rotate by sequence position, once for each rotary base.

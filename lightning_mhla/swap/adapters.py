@@ -20,8 +20,11 @@ class LoraOptions:
 
     Args:
         rank: rank of each adapter, at least 1.
-        alpha: scale; the output of each adapter is multiplied by ``alpha / rank``.
+        alpha: scale, at least 1; the output of each adapter is multiplied by ``alpha / rank``.
         dropout: dropout probability on the input of each adapter.
+
+    Raises:
+        ValueError: if ``rank`` or ``alpha`` is below 1, or ``dropout`` is not a probability below 1.
     """
 
     rank: int = 64
@@ -30,7 +33,13 @@ class LoraOptions:
 
     def __post_init__(self) -> None:
         if self.rank < 1:
-            raise ValueError(f"lora.rank={self.rank} must be at least 1")
+            raise ValueError(f"lora.rank={self.rank} must be at least 1; train: new trains without adapters")
+        if self.alpha < 1:
+            raise ValueError(
+                f"lora.alpha={self.alpha} must be at least 1: adapters are multiplied by alpha / rank, and would have no effect"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout={self.dropout} must be at least 0 and below 1")
 
 
 def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> None:

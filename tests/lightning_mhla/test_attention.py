@@ -646,6 +646,20 @@ def test_a_layer_built_with_a_number_of_blocks_is_extended_by_blocks_of_their_si
     torch.testing.assert_close(layer(x)[:, :64], short)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "linear", "retention", "mhla"])
+@pytest.mark.parametrize("blocks", [{"block_grid": [4]}, {"block_size": 4}], ids=str)
+def test_an_extended_backbone_has_the_blocks_of_its_layers_whatever_its_first_layer_is(
+    kind: str, blocks: dict[str, Any]
+) -> None:
+    configs = [AttentionConfig(kind=name, mixing="exponential", **blocks) for name in (kind, "mhla", kind)]
+    model = Backbone(16, 3, 2, (16,), configs, causal=True)
+    x = torch.randn(1, 32, 16)
+    short = model(x[:, :16])
+    model.extend(32)
+    assert model.layout.operator_blocks == model.layers[1].attn.layout.operator_blocks == {"block_size": 4}
+    torch.testing.assert_close(model(x)[:, :16], short)
+
+
 BLOCK_CAUSAL: dict[str, dict[str, Any]] = {
     "dense": {"mixing_per_head": True},
     "exponential": {"mixing": "exponential", "normalize": False, "rotary": True},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.generative.distillation import DistillationConfig
+from lightning_mhla.swap.adapters import LoraOptions
+from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions, TwoStageOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.options import TrainingOptions
@@ -46,6 +49,23 @@ def test_the_teacher_is_frozen_shared_by_copies_and_not_saved() -> None:
     assert copy.deepcopy(module).linearization is module.linearization
     assert set(module.state_dict()) == {"network.weight", "network.bias"}
     assert len(list(module.parameters())) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "lora.rank=0 must be at least 1; train: new trains without adapters"),
+        ({"alpha": 0}, "lora.alpha=0 must be at least 1: adapters are multiplied by alpha / rank"),
+        ({"rank": 4, "alpha": -8}, "lora.alpha=-8 must be at least 1"),
+        ({"dropout": 1.0}, "lora.dropout=1.0 must be at least 0 and below 1"),
+        ({"scale": 2}, "lora has no option 'scale'; there are rank, alpha, dropout"),
+        (None, "lora takes options by name, not None"),
+    ],
+    ids=str,
+)
+def test_options_of_adapters_that_would_train_nothing_are_named(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        as_dataclass(LoraOptions, options, "lora")
 
 
 @pytest.mark.parametrize(
