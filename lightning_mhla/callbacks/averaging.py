@@ -106,8 +106,8 @@ class ExponentialMovingAverage(Callback):
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Restore the average and the trained weights when a fit resumes.
 
-        When Lightning calls this method, the module already has the averaged weights from ``state_dict``. The method copies
-        them, and then loads the trained weights into the module.
+        When Lightning calls this method, it has already loaded the averaged weights from ``state_dict`` into the module. This
+        method copies them, and then loads the trained weights into the module.
         """
         if trainer.state.fn != "fit":
             return
@@ -166,10 +166,14 @@ def _whole(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
-    """Context manager that puts a module in evaluation mode, with the averaged weights if there are any.
+    """Context manager that puts a module in evaluation mode, with averaged weights if the trainer has them.
 
-    The weights come from the trainer's :class:`ExponentialMovingAverage` callback. On exit, the module has its trained weights
-    and its previous mode again.
+    The averaged weights come from an :class:`ExponentialMovingAverage` callback of the trainer. On exit, the module gets its
+    trained weights and its previous mode back.
+
+    Args:
+        trainer: trainer whose callbacks are searched.
+        pl_module: module to evaluate.
     """
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
     training = pl_module.training

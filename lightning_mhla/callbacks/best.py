@@ -52,7 +52,7 @@ class BestCheckpoints:
         self._requests: list[Request] = []
         self._removals: list[str] = []
         self.validated_step = -1
-        """Optimizer step of the last validation."""
+        """Optimizer step of the last validation; -1 before the first validation."""
 
     def adopt(self, trainer: Trainer) -> None:
         """Take over the writing and removal of checkpoints from a trainer's ModelCheckpoint callbacks.
@@ -76,7 +76,7 @@ class BestCheckpoints:
         return any(request.path == path for request in self._requests)
 
     def _is_outdated(self, callback: ModelCheckpoint, trainer: Trainer) -> bool:
-        """Return whether a callback's monitored metric comes from a validation of earlier weights than the current ones.
+        """Return whether the metric that a callback monitors comes from a validation of earlier weights.
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
@@ -94,9 +94,9 @@ class BestCheckpoints:
     def name_last(self, last: Path) -> None:
         """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
 
-        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. If a ModelCheckpoint has
-        ``save_last`` and writes its own ``last.ckpt`` to a path other than ``last``, ``last_model_path`` is set to that path,
-        and :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
+        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. A ModelCheckpoint with
+        ``save_last`` may use a path for ``last.ckpt`` that differs from ``last``. Its ``last_model_path`` is then set to that
+        path, and :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.

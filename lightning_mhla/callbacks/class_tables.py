@@ -24,7 +24,7 @@ CLASSES = "classes.json"
 - ``names``: names of the classes, in the order of their labels;
 - ``confusion``: triples of true label, predicted label and number of samples, without zeros;
 - ``mistakes``: wrongly classified samples, the worst first. A sample has ``label``, ``predicted``, ``probability`` (of the
-  predicted class), ``label_probability`` and ``picture``, a PNG file in base64."""
+  predicted class), ``label_probability``, ``picture`` (a PNG file in base64) and, optionally, ``name``."""
 
 MOST_CLASSES = 20
 """Maximum number of classes for which a confusion matrix is shown, and maximum number of rows in the table of accuracies."""

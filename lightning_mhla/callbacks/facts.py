@@ -36,10 +36,15 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         module: module that is trained.
 
     Returns:
-        Dict with ``model`` and ``data`` (class names), ``data_options`` (options of the data module that differ from their
-        defaults, without secrets), ``attention`` (list of kinds, each with the number of layers and the options that differ
-        from their defaults), ``network`` (class of the network), ``lr`` (peak learning rate or None), ``batch_size``,
-        ``hardware``, ``precision`` and ``usage`` (commands that use the model, by purpose).
+        Dict with these entries:
+
+        - ``model``, ``network`` and ``data``: class names of the module, its network and its data module; empty if missing.
+        - ``data_options``: options of the data module that differ from their defaults, without secrets.
+        - ``attention``: list with one dict for each group of equal attention layers. Its entries are ``kind``, ``layers``
+          (number of layers) and ``options`` (options that differ from their defaults).
+        - ``lr`` and ``batch_size``: peak learning rate and batch size; None if unknown.
+        - ``hardware`` and ``precision``: descriptions as text.
+        - ``usage``: commands that use the model, by purpose.
     """
     data = getattr(trainer, "datamodule", None)
     network = getattr(module, "network", None)
@@ -86,7 +91,7 @@ def _plain_value(value: Any) -> Any:
 
 
 def _attention(module: LightningModule) -> list[dict[str, Any]]:
-    """Return the attention layers of a model, grouped by kind and options."""
+    """Describe the attention layers of a model as a list of groups with ``kind``, ``options`` and the number of ``layers``."""
     groups: list[dict[str, Any]] = []
     for layer in numbered_layers(module).values():
         options = _attention_options(layer)

@@ -38,6 +38,9 @@ class FiniteWatch(Callback):
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
             and the data and the learning rate advance.
         max_skipped: total number of steps that may be skipped before the run stops.
+
+    Raises:
+        ValueError: if ``action`` is unknown, or ``max_skipped`` is negative.
     """
 
     def __init__(self, action: Literal["stop", "skip"] = "stop", max_skipped: int = 10) -> None:

@@ -27,6 +27,9 @@ class Forecast(Callback):
     Args:
         warm_up_steps: number of optimizer steps before the speed is measured.
         measured_steps: number of optimizer steps over which the speed is measured.
+
+    Raises:
+        ValueError: if ``warm_up_steps`` is negative, or ``measured_steps`` is less than 1.
     """
 
     def __init__(self, warm_up_steps: int = 5, measured_steps: int = 20) -> None:

@@ -19,12 +19,13 @@ NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shard
 
 
 def original_scores(folder: Path) -> dict[str, float]:
-    """Return the last validation metrics of the model whose attention a run replaced, from the run that trained it.
+    """Return the validation metrics of the model whose attention a run replaced, as recorded by the run that trained it.
 
-    The scores are returned only if the two runs validate on the same data, so that they can be compared.
+    If the run started from a checkpoint whose name contains a step, the metrics are those of this step, otherwise the latest.
+    They are returned only if both runs validate on the same data, so that they can be compared.
 
     Args:
-        folder: folder of the run whose model had its attention replaced, with ``config.yaml``.
+        folder: folder of the run that replaced the attention, with ``config.yaml``.
 
     Returns:
         Finite metrics by name; empty if the run did not replace attention, or if no run with the same validation data trained
@@ -49,7 +50,14 @@ def original_scores(folder: Path) -> dict[str, float]:
 
 
 def pretrained_weights(folder: Path) -> str | None:
-    """Return the path or the name of the weights that a run started from, according to its ``config.yaml``; None for none."""
+    """Return the path or name of the pretrained weights that ``config.yaml`` in a run's folder names, without secrets.
+
+    Args:
+        folder: folder of the run.
+
+    Returns:
+        The path or name; None if there is no readable ``config.yaml``, or if it names no weights.
+    """
     model = _options(folder).get("model")
     options = model.get("init_args") if isinstance(model, Mapping) else None
     start = options.get("pretrained") if isinstance(options, Mapping) else None

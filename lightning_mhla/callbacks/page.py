@@ -23,8 +23,9 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import plural, rounded
 
 PAGE = "report.html"
+"""Name of the file with the web page of a run."""
 LONGEST = 20_000
-"""Maximum number of characters of a text file that a page shows. Only the end of a longer file is shown."""
+"""Maximum number of characters of a text file that a page shows. A longer file is cut at its beginning."""
 MAIN = ("accuracy", "bits_per_byte", "perplexity", "cosine", "loss")
 """Names, without prefix, of metrics that a page may show first, in order of preference.
 

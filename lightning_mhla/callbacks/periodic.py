@@ -23,6 +23,9 @@ class PeriodicEvaluation(Callback):
     Args:
         every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether to evaluate the final weights at the end of training.
+
+    Raises:
+        ValueError: if ``every_n_steps`` is less than 1.
     """
 
     def __init__(self, every_n_steps: int | None, at_end: bool) -> None:
@@ -34,7 +37,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the step at which an earlier fit with this callback was last evaluated."""
+        """Forget the step of the last evaluation in an earlier fit with this callback."""
         if stage == "fit":
             self._evaluated = -1
 
@@ -56,8 +59,7 @@ class PeriodicEvaluation(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the final weights if ``at_end`` is true and they have not been evaluated yet.
 
-        They have not been evaluated if the run was interrupted during its final evaluation, and then resumed from the end of
-        its training.
+        This is the case if the run was interrupted during its final evaluation, and then resumed after the end of training.
         """
         if self.at_end and trainer.global_step:
             self._once(trainer, pl_module)
@@ -71,7 +73,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = state_dict["evaluated"]
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return a list with one sentence that gives the reason if the run had no evaluation; otherwise an empty list."""
+        """Return a list with one sentence that says why the run had no evaluation, or an empty list if it had one."""
         if self._evaluated >= 0 or self.at_end:
             return []
         period = (

@@ -63,10 +63,13 @@ class Recovery(Checkpoint):
     save the state together, and exit with status 75.
 
     Args:
-        every_minutes: minutes between two saves, by the clock of the first process; null for no saves by time.
-        every_n_steps: optimizer steps between two saves; null for no saves by steps.
-        keep: number of latest states to keep in ``recovery``; with two, one is left if the latest is damaged.
-        signals: names of the signals that stop the run. Ctrl+C is SIGINT; a second one stops immediately without saving.
+        every_minutes: minutes between two saves, by the clock of the first process; None for no saves by time.
+        every_n_steps: optimizer steps between two saves; None for no saves by steps.
+        keep: number of latest states to keep in ``recovery``. With two, one is left if the latest is damaged.
+        signals: names of the signals that stop the run. Ctrl+C is SIGINT; a second Ctrl+C stops immediately without saving.
+
+    Raises:
+        ValueError: if a number is not positive, or a signal does not exist on this system.
     """
 
     def __init__(
@@ -195,8 +198,14 @@ class Recovery(Checkpoint):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this callback, for the checkpoint.
 
-        The state holds the path of the checkpoint that the run started from, the last validated step, the steps at which the
-        run was stopped, whether training is over, and the links and removals that :meth:`BestCheckpoints.plan` lists.
+        Returns:
+            Dict with these entries:
+
+            - ``started_from``: path of the checkpoint that the run started from, or None.
+            - ``validated_step``: optimizer step of the last validation.
+            - ``stops``: steps at which the run was stopped.
+            - ``finished``: whether training is over.
+            - ``plan``: result of :meth:`BestCheckpoints.plan`.
         """
         history = {
             "started_from": self.started_from,
@@ -206,7 +215,7 @@ class Recovery(Checkpoint):
         return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the path of the run's starting checkpoint, the steps at which it was stopped, and the last validated step."""
+        """Restore the entries ``started_from``, ``stops`` and ``validated_step`` that :meth:`state_dict` returned."""
         self.started_from = state_dict.get("started_from")
         self._stops = list(state_dict.get("stops", ()))
         self._best.validated_step = state_dict.get("validated_step", -1)
@@ -284,7 +293,7 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """List the saved states to remove after a new one was written.
+        """Return the saved states to remove after a new one was written.
 
         The states of the latest ``keep`` steps stay. A state that was saved only because the run was stopped does not count
         towards ``keep``, and is removed once there is a later state. The run thus ends with the same files as a run that was
@@ -348,7 +357,7 @@ def _states_in(folder: Path) -> list[Path]:
 
 
 def _header(path: Path) -> dict[str, Any] | None:
-    """Read a checkpoint without loading its tensors. Return None if it is unreadable or does not record its step."""
+    """Return the entries of a checkpoint, or None if it is unreadable or does not record its step."""
     try:
         header = read_header(path)
     except (ValueError, OSError):

@@ -32,12 +32,14 @@ __all__ = ["RECORD", "RunReport", "versions"]
 class RunReport(Callback):
     """Callback that prints the last validation metrics, the training time and the paths of output files after a run.
 
-    After every validation, and when a signal stops the run, the callback also writes two files to the folder of the run.
-    ``run.json`` holds the validation metrics by step, the best value of the metric that selects checkpoints, the number of
-    steps, the total training time in seconds (including the time before a resume), the parameter counts, what was trained on
-    which machine, what the run skipped, and the versions of libraries. ``lightning compare`` reads this file. ``report.html``
-    is a web page that says what was trained, how good it is, and which command comes next: resuming the run, or using its model
-    if it is finished. Samples, results by class, curves and pictures follow.
+    After every validation, at the end of training, and when a signal stops the run, the callback also writes two files to the
+    folder of the run:
+
+    - ``run.json`` holds the validation metrics by step, the best value of the metric that selects checkpoints, the numbers of
+      steps and parameters, and the total training time in seconds, including the time before a resume. It also says what was
+      trained, on which machine, with which versions of libraries, and what the run skipped. ``lightning compare`` reads it.
+    - ``report.html`` is a web page. It says what was trained, how good it is, and which command resumes the run or, if the run
+      is finished, uses its model. Samples, results by class, curves and pictures follow.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps. If the trainer has a :class:`LearningCurves`
@@ -62,21 +64,21 @@ class RunReport(Callback):
             self._training, self._pretrained = False, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start measuring the training time, and note the weights that the run starts from."""
+        """Start measuring the training time, and record the path of the weights that the run starts from."""
         self._start = time.monotonic()
         # The configuration of a resumed run has no such weights any more: they are those of the checkpoint.
         self._pretrained = pretrained_weights(run_folder(trainer)) or self._pretrained
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that training begins."""
+        """Record that training has begun, so that :meth:`on_exception` may write files."""
         self._training = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what checkpoints and model cards keep of the report.
+        """Return the parts of the report that checkpoints and model cards contain.
 
         Returns:
-            A dict with ``points`` (validation metrics), ``seconds`` (training time so far), ``versions`` (of libraries) and
-            ``pretrained`` (weights that the run started from, or None).
+            Dict with ``points`` (validation metrics by step), ``seconds`` (training time so far), ``versions`` (of libraries)
+            and ``pretrained`` (path or name of the weights that the run started from, or None).
         """
         return {
             "points": as_lists(self.points.under("val/")),
@@ -86,7 +88,7 @@ class RunReport(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the validation metrics and the training time up to the checkpoint that is resumed."""
+        """Restore the validation metrics, the training time and the origin of the weights from a checkpoint."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
         self._pretrained = state_dict.get("pretrained")  # absent in older checkpoints
@@ -99,10 +101,10 @@ class RunReport(Callback):
         self._write(trainer, pl_module, finished=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Write ``run.json`` and ``report.html`` if a signal or Ctrl-C stops the run.
+        """Write ``run.json`` and ``report.html`` if a signal stops the run, or if Ctrl+C stops a run of a single process.
 
-        Nothing is written before training begins, so that the files of an earlier part of the run remain, and nothing after
-        errors: a full disk, for example, would only lead to a second error.
+        Before training begins, nothing is written, so that files of an earlier part of the run remain. After an error, nothing
+        is written, because a full disk, for example, would only lead to a second error.
         """
         all_stop = isinstance(exception, SystemExit) or (
             isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1

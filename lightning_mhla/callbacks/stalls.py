@@ -35,8 +35,11 @@ class StallWatch(Callback):
     affected. A long periodic evaluation is logged as information, not as a warning.
 
     Args:
-        seconds: seconds without progress before the first warning; the time before each further warning doubles.
+        seconds: seconds without progress before the first warning. The time before each further warning doubles.
         interval: polling interval in seconds.
+
+    Raises:
+        ValueError: if ``interval`` is not positive, or is larger than ``seconds``.
     """
 
     def __init__(self, seconds: float = 45.0, interval: float = 5.0) -> None:
