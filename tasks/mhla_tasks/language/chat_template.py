@@ -143,7 +143,10 @@ class ChatTemplate:
         return MARKED.search(self.tokenizer.get_chat_template()) is not None
 
     def _marked_ranges(self, messages: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
-        """Return the ranges of characters that the template marks with the tag ``generation``."""
+        """Return the ranges of characters in the output for messages that the template marks with the tag ``generation``.
+
+        Each range consists of the index of its first character and the index after its last one. Empty ranges are omitted.
+        """
         _, ranges = _guarded(
             lambda: render_jinja_template(  # what apply_chat_template calls, which returns no ranges of characters
                 conversations=[_rows(messages)],

@@ -174,7 +174,11 @@ class RunEncoder:
         self.has_warned = False
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
-        """Encode documents as a sample, and return the contents of its files in the shard, by their suffix."""
+        """Encode documents as a sample, and return the contents of the sample's files in the shard, by their suffix.
+
+        If there is a dialogue among the documents, a file in the folder of the shards notes this. If the chat template does
+        not show which text the assistant writes, the first call logs a warning.
+        """
         (tokens, starts, missing), targets = self._encode(documents)
         if any(isinstance(document, Dialogue) for document in documents):
             note = "The shards hold dialogues, made with the chat template in tokenizer/.\n"

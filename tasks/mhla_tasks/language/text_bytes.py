@@ -1,10 +1,10 @@
 """Exact counting of the bytes of texts with any tokenizer, for bits per byte.
 
 The byte count of a token is the number of bytes of the text that it spells
-(:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text before they split it: they
-add a space in front, drop spaces, or compose or replace characters. The byte counts of their tokens do not add up to the bytes
-of the text. The difference, the missing bytes, is stored for each document beside its tokens and spread evenly over the
-document, so that the sums are exact.
+(:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text before they split it: they add a space in
+front, drop spaces, or compose or replace characters. The byte counts of their tokens do not add up to the bytes of the text.
+The difference is the number of missing bytes of a document. It is stored beside the tokens of the document and spread evenly
+over them, so that the sums are exact.
 """
 
 from __future__ import annotations

@@ -164,7 +164,12 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
-    """Return a table of the last metrics before the checkpoint, and a sentence that says which weights they belong to."""
+    """Return Markdown with the last metrics before the checkpoint, and sentences about the weights that they belong to.
+
+    Args:
+        content: entries of the model's checkpoint, without tensors.
+        origin: checkpoint and command of the export.
+    """
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
     command = shlex.join(["lightning", "validate", "--ckpt_path", _published(str(origin.checkpoint))])
     if not rows:

@@ -96,7 +96,15 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
 
 
 def _build(run: CheckedRun, here: bool) -> str:
-    """Build the objects of a run, and return the text of all its options."""
+    """Build the objects of a run, such as the model and the data module, and return the text of all its options.
+
+    Args:
+        run: run to check.
+        here: whether the run trains on this machine. If so, the Trainer is built, too, and the data files must exist.
+
+    Raises:
+        Exception: if the run cannot start. The type depends on the cause.
+    """
     words = shipped.resolve(["fit", *run.words, f"--run_dir={run.folder}"])
     plan = make_plan(read_words(words, LIGHTNING))
     if os.path.isdir(run.folder):

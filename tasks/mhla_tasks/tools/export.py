@@ -92,7 +92,7 @@ def write_export(
 def _command(
     checkpoint: Path, folder: Path, live: bool, options: Mapping[str, Any], license_name: str | None
 ) -> list[str]:
-    """Return the arguments of the ``lightning export`` command that corresponds to a call of :func:`write_export`."""
+    """Return the command-line arguments of ``lightning export`` that have the same effect as a call of :func:`write_export`."""
     words = ["export", str(checkpoint), str(folder), *(["--live"] if live else [])]
     values = {**options, "license": license_name}
     return [*words, *(f"--{name}={value}" for name, value in values.items() if value is not None)]

@@ -22,7 +22,7 @@ def ended_by_signal(status: int) -> bool:
 
 
 def describe_status(status: int) -> str:
-    """Describe how a command with a nonzero exit status ended."""
+    """Describe how a command with a nonzero exit status ended, for example as ``ended with status 1``."""
     return "killed by signal 9, as if memory ran out" if status == KILLED else f"ended with status {status}"
 
 

@@ -1,7 +1,7 @@
 """Sweeps, which train several runs with one command: ``lightning fit ... --sweep KEY=VALUE,VALUE [--sweep KEY=VALUE,VALUE]``.
 
-Each combination of values is trained as a run of its own. Its folder lies below ``--run_dir`` (default: ``runs/sweep``) and is
-named after the values. The runs are trained one after the other, or each as a SLURM job:
+Each combination of values is trained as a run of its own. The folder of a run lies below ``--run_dir`` (default:
+``runs/sweep``) and is named after the values. The runs are trained one after the other, or each as a SLURM job:
 
     lightning fit --config configs/classification/mnist.yaml --run_dir runs/kinds \\
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
@@ -169,7 +169,7 @@ def _position(folder: Path) -> str:
 
 
 def split_values(text: str) -> list[str]:
-    """Split a text at commas that are not inside brackets or quotes."""
+    """Split a text at commas that are not inside brackets or quotes: ``[4,4],[8,8]`` into ``[4,4]`` and ``[8,8]``."""
     parts, depth, quote = [""], 0, ""
     for letter in text:
         if quote:

@@ -66,6 +66,10 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
 
     The column of a metric is followed by a column of its standard deviation, which is empty for single runs. The last columns
     contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as formulas get an apostrophe.
+
+    Args:
+        table: table to format.
+        groups: groups of runs, one for each row of the table.
     """
     stream = io.StringIO()
     writer = csv.writer(stream, lineterminator="\n")

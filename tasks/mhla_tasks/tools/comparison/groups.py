@@ -1,8 +1,9 @@
 """Groups of runs that differ only in their seed, and the mean and standard deviation of their metrics.
 
 A group averages only runs that are comparable: they have the same options except the seed, trained the same number of steps,
-have the same number of parameters, and finished. Runs without a configuration, or with a seed that another run of the group
-has, form groups of their own. A mean therefore never mixes runs that were trained differently.
+have the same number of parameters, and finished. Any other run, such as one without a configuration, is a group of its own. If
+several runs of a group have the same seed, only one of them stays, and the others form further groups. A mean therefore never
+mixes runs that were trained differently, and never counts a seed twice.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Group:
         return summarize([run.final(metric) for run in self.runs], [bool(run.points(metric)) for run in self.runs])
 
     def best(self, metric: str) -> Summary:
-        """Return the mean and standard deviation of the runs' best values of the metric by which checkpoints were chosen."""
+        """Return the mean and standard deviation of the runs' best values of a metric by which checkpoints were chosen."""
         chosen = [run.record["best"].get("metric") == metric for run in self.runs]
         return summarize([run.record["best"].get("value") for run in self.runs], chosen)
 
@@ -116,7 +117,14 @@ def summarize(values: Sequence[float | None], recorded: Sequence[bool]) -> Summa
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
-    """Group runs that differ only in their seed, in the order of their first runs."""
+    """Group runs that differ only in their seed, trained the same number of steps, and finished.
+
+    Args:
+        runs: runs to group, at least one. A run that fits no other run is a group of its own.
+
+    Returns:
+        The groups, in the order of their first runs.
+    """
     keys = [key for key in compared_keys(runs) if key != SEED]
     members: dict[Any, list[Run]] = {}
     repeats: Counter[Any] = Counter()

@@ -157,6 +157,11 @@ def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column:
     """Return the cells of a metric, and mark the best value and all values that are rounded to the same text.
 
     Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
+
+    Args:
+        summaries: mean and standard deviation of the metric in each group.
+        groups: compared groups.
+        column: column of the metric, which states whether lower or higher values are better.
     """
     cells = [_metric_cell(summary) for summary in summaries]
     competing = [group.first.record["finished"] for group in groups]
