@@ -24,7 +24,7 @@ ATTENTION_OPTIONS = ("kind", "block_grid", "block_size", "key_block_size", "key_
 
 
 def log_origin(checkpoint: Mapping[str, Any]) -> None:
-    """Log the path, epoch and step of a checkpoint. Without the path, which :class:`WholeCheckpointIO` adds, log nothing."""
+    """Log the path, epoch and step of a checkpoint, or nothing if :class:`WholeCheckpointIO` did not add its path."""
     if READ_FROM in checkpoint:
         position = "epoch {epoch}, step {global_step}".format_map(defaultdict(lambda: "?", checkpoint))
         log.info("using checkpoint %s: %s", checkpoint[READ_FROM], position)
@@ -35,8 +35,9 @@ def check_attention(checkpoint: Mapping[str, Any], options: Mapping[str, Any]) -
 
     Args:
         checkpoint: entries of the checkpoint.
-        options: options of the run's model. ``attention`` is compared if both have it. ``cross_attention``, the attention that
-            replaces cross-attention in a model of another library, is compared if the run's model has it, even as None.
+        options: options of the run's model. ``attention`` is compared if the checkpoint and the run have it.
+            ``cross_attention``, which describes the replacement of cross-attention in a pretrained model, is compared if the
+            run's model has this option, even with the value None.
 
     Raises:
         ValueError: if an option differs. The message names the option and the value to set.

@@ -31,8 +31,8 @@ MOVED: Mapping[str, Mapping[str, str]] = {
 }
 """Current name ``GROUP.NAME`` of each moved option of models and of data modules, by former name.
 
-:func:`moved_options` selects the ones that have moved in a given class; in ``PythonSource``, for example, ``cache_dir`` has
-not.
+:func:`moved_options` selects the options that have moved in a particular class. The option ``cache_dir`` of ``PythonSource``,
+for example, has not moved.
 """
 
 
@@ -93,7 +93,7 @@ def stored_options(root: str, kind: type, options: Mapping[str, Any], origin: ob
 
 
 def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of options in which each option with a former name is moved to its current place in a nested dict.
+    """Return a copy of nested options in which each option with a former name has its current name.
 
     For example, ``{"compile": True}`` becomes ``{"training": {"compile": True}}``.
 

@@ -37,7 +37,11 @@ OPTIONS = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
 
 
 def remove_secrets(checkpoint: dict[str, Any]) -> None:
-    """Replace secrets, such as passwords in URLs, with ``***`` in the options in ``checkpoint``, which is modified in place."""
+    """Replace secrets, such as passwords in URLs, with ``***`` in the options that a checkpoint stores, in place.
+
+    Args:
+        checkpoint: entries of the checkpoint.
+    """
     for name in OPTIONS:
         if name in checkpoint:
             checkpoint[name] = redacted(checkpoint[name])
@@ -77,13 +81,16 @@ class WholeCheckpointIO(TorchCheckpointIO):
     ) -> dict[str, Any]:
         """Read the entries of a checkpoint.
 
-        A local checkpoint is verified first and read onto the CPU, and its path is added as the entry ``read_from``.
-        Checkpoints at a URL are read by Lightning's own reader.
+        A local checkpoint is verified first. Its tensors are read onto the CPU, and its path is added as the entry
+        ``read_from``. Checkpoints at a URL are read by Lightning's own reader.
 
         Args:
             path: path or URL of a checkpoint, or path of a run folder, which stands for its latest complete checkpoint.
             map_location: device of the tensors, for Lightning's own reader; ignored for local paths.
             weights_only: ignored; code in a checkpoint never runs.
+
+        Returns:
+            Entries of the checkpoint by name.
 
         Raises:
             FileNotFoundError: if there is no checkpoint at the path.
@@ -213,7 +220,12 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
 def read_header(path: Path) -> dict[str, Any]:
     """Read the entries of a checkpoint without loading tensors into memory.
 
-    The tensors of a single file are memory-mapped. Those of a sharded checkpoint are left out.
+    Args:
+        path: path of a checkpoint file, whose tensors are memory-mapped, or of a sharded checkpoint, whose tensors are left
+            out.
+
+    Raises:
+        ValueError: if the entries cannot be read without running code, or the path is not a checkpoint.
     """
     return load_rest(path) if path.is_dir() else read_file(path)
 
@@ -222,8 +234,8 @@ def find_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints of a run, latest first.
 
     Checkpoints of the callback ``Recovery`` come before all others, because only they hold the state of every callback at their
-    step. Each of these two groups is sorted by step; file times are not used, since copies do not preserve them. Unreadable
-    files come first in their group, so that a search for a complete checkpoint reports them.
+    step. Both groups are sorted by step, not by file time, which copies do not preserve. Unreadable files come first in their
+    group, so that a search for a complete checkpoint reports them.
 
     Args:
         folder: folder of a run, or of its checkpoints. Folders of other runs in it are not searched.

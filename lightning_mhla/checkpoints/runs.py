@@ -41,7 +41,7 @@ LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevent
 """Pattern of the names of files that Lightning and its loggers write before the first step."""
 
 STARTED = time.time() - 1
-"""Approximate start time of this process in seconds since the epoch, one second early because file systems round times."""
+"""Approximate start time of this process in seconds since 1970, one second early because file systems round times."""
 
 BEFORE = re.compile(
     r"""
@@ -284,9 +284,9 @@ def remove_log_folder(folder: Path) -> None:
 def in_use(path: Path) -> bool:
     """Return whether another process is training in a run folder.
 
-    Do not call this function for a folder that this process has locked, because the call would release the lock.
+    Do not call this function for a folder that this process has locked. The call closes the lock file, which would release the
+    lock.
     """
-    # Not for a folder that this process has locked: closing the file would release the lock.
     try:
         with (path / LOCK).open("r+") as stream:
             fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -28,12 +28,12 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
     Returns:
         Dict with three entries:
 
-        - ``entries``: dict from each stored name to the dtype and size of its tensor and the offsets and sizes of its stored
-          parts (``chunks``), or to None if the value is not a tensor.
+        - ``entries``: dict from each stored name to a dict with ``dtype``, ``size`` and ``chunks`` (offsets and sizes of the
+          stored parts of the tensor), or to None if the value is not a tensor.
         - ``paths``: dict from each stored name to the list of keys that lead to its value in nested dicts and lists.
         - ``places``: list with one item for each stored part of a tensor and each value that is not a tensor. An item is a list
-          of the stored name, the offsets of the part in the tensor (None for other values), the file, and the offset in the
-          file and the length of the data, both in bytes.
+          of five values: stored name, offsets of the part in the tensor (None for other values), file name, offset in the file
+          and length of the data, the last two in bytes.
     """
     entries = {
         name: {

@@ -1,4 +1,4 @@
-"""Functions that load weights into a module, whether it is sharded or replicated on every process."""
+"""Loading of weights into a module, which may be sharded over processes or complete on every process."""
 
 from __future__ import annotations
 

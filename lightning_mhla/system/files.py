@@ -43,6 +43,9 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Context manager that writes a file atomically: it yields a temporary path to write to, and then renames it to ``path``.
 
     The file is flushed to disk before it is renamed. If the process stops or an error occurs, ``path`` stays unchanged.
+
+    Args:
+        path: path of the file. Its folder must exist.
     """
     aside = beside(path)
     # Exclusive creation: another user of the folder cannot have placed a link there that redirects the write.

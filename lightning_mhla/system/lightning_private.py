@@ -161,5 +161,11 @@ def steps_between_saves(callback: ModelCheckpoint) -> int:
 
 
 def prepared_batch(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
-    """Return a batch of the first loader as Lightning's loops prepare it before they move it to the device."""
+    """Apply to a batch the conversions that Lightning's loops apply before they move the batch to the device.
+
+    Args:
+        trainer: trainer whose precision plugin converts the batch.
+        module: module of the run. Its hook ``on_before_batch_transfer``, or the data module's, is called.
+        batch: batch of the first data loader.
+    """
     return module._on_before_batch_transfer(trainer.precision_plugin.convert_input(batch), dataloader_idx=0)

@@ -21,8 +21,8 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
         name: name of the options in error messages; empty for the name of the dataclass.
 
     Raises:
-        ValueError: if ``value`` is neither a mapping nor an instance, if an option is unknown, or if its value is not one of
-            the choices or does not have the expected type (number, string or Boolean).
+        ValueError: if ``value`` is neither a mapping nor an instance, or if an option is unknown. Also if the value of an
+            option is not one of its choices, or does not have the expected type (number, string or Boolean).
     """
     if isinstance(value, kind):
         return value

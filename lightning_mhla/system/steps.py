@@ -9,7 +9,12 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 
 def accumulation(trainer: Trainer, epoch: int) -> int:
-    """Return the number of batches per optimizer step in an epoch. Epochs are counted from 0."""
+    """Return the number of batches per optimizer step in an epoch.
+
+    Args:
+        trainer: trainer of the run.
+        epoch: index of the epoch, from 0.
+    """
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, GradientAccumulationScheduler):
             return callback.get_accumulate_grad_batches(epoch)
@@ -19,8 +24,11 @@ def accumulation(trainer: Trainer, epoch: int) -> int:
 def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
     """Return the number of optimizer steps in the first ``epochs`` epochs of a run; infinite for data without a length.
 
-    The last batch of an epoch completes an optimizer step even if fewer batches were accumulated. A fraction of an epoch counts
-    as that fraction of its steps.
+    The last batch of an epoch completes an optimizer step even if fewer batches were accumulated.
+
+    Args:
+        trainer: trainer of the run.
+        epochs: number of epochs. A fraction of an epoch counts as that fraction of its steps.
     """
     batches = trainer.num_training_batches if trainer.limit_train_batches else 0  # with a limit of 0 it is not set to 0
     if not math.isfinite(batches):

@@ -37,8 +37,8 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
         where: folder or name of the tokenizer, for messages.
 
     Raises:
-        ValueError: if text replacements can make a text more than 100 times longer, if texts are padded to more than 131,072
-            tokens, or if more than 1,000 special tokens are added to each text.
+        ValueError: if text replacements can make a text more than 100 times longer, texts are padded to more than 131,072
+            tokens, or more than 1,000 special tokens are added to each text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:

@@ -43,8 +43,10 @@ BROKEN = (
 YAML_CHARACTERS = 1 << 20
 YAML_DEPTH = 50
 YAML_VALUES = 100_000
-"""Limits on the length, nesting depth and number of values of a configuration: far above any legitimate one, far below one that
-takes seconds to read."""
+"""Maximum number of characters, nesting depth and number of values of a YAML file.
+
+The limits are far above those of any legitimate configuration, and far below those of a file that takes seconds to read.
+"""
 
 LARGEST_JSON = 1 << 27
 """Maximum size of a JSON file in bytes; parsed, it takes a multiple of this in memory."""
@@ -53,6 +55,7 @@ PACKED, NPY_HEADER = 20, 1 << 16
 """Maximum ratio of an unpacked array to the size of its archive, and maximum size of an array's header in bytes."""
 
 DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np.int32, np.int64, np.bool_)
+"""Dtypes of the arrays that are read."""
 
 
 def reason(error: BaseException, length: int = 200) -> str:
