@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator, Sequence
 
-LOG_DECADES = 2.5
-"""Minimum length, in decades, of a logarithmic axis that has ticks only at powers of ten."""
+FEWEST, BEST = 3, 5
+"""Smallest and preferred number of ticks of an axis."""
+SMALLEST_RANGE = 1e-8
+"""Smallest range of an axis, relative to its values. Smaller differences are rounding errors of metrics in single precision."""
+LARGEST = 308
+"""Exponent of the first power of ten that is too large for a number."""
+CHARACTER = 7
+"""Approximate width in pixels of a character of a tick label."""
+
+Tick = tuple[float, str]
 
 
 class Axis:
@@ -18,16 +27,27 @@ class Axis:
         end: position of the upper end in pixels.
         logarithmic: whether the axis is logarithmic, which requires positive values.
         margin: share of the range that is added at each end.
+        whole: whether the values are whole numbers, so that ticks at fractions would mean nothing.
     """
 
     def __init__(
-        self, low: float, high: float, start: float, end: float, logarithmic: bool = False, margin: float = 0.05
+        self,
+        low: float,
+        high: float,
+        start: float,
+        end: float,
+        logarithmic: bool = False,
+        margin: float = 0.05,
+        whole: bool = False,
     ) -> None:
-        self.logarithmic, self.start, self.end = logarithmic, start, end
+        self.logarithmic, self.start, self.end, self.whole = logarithmic, start, end, whole
         low, high = self._position(low), self._position(high)
         if low == high:
             half = abs(low) / 10 or 0.5
             low, high = low - half, high + half
+        missing = SMALLEST_RANGE * max(abs(low), abs(high)) - (high - low)
+        if missing > 0:
+            low, high = low - missing / 2, high + missing / 2
         extra = (high - low) * margin
         self.low, self.high = low - extra, high + extra
 
@@ -38,22 +58,69 @@ class Axis:
         """Return the position of a value on the axis, in pixels."""
         return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return about five round values inside the axis with their labels, in ascending order. No two labels are equal."""
-        if self.logarithmic:
-            factors = (1, 2, 5) if self.high - self.low < LOG_DECADES else (1,)
-            decades = range(math.floor(self.low), math.ceil(self.high) + 1)
+    def ticks(self) -> list[Tick]:
+        """Return three to seven round values inside the axis with their labels, in ascending order.
+
+        No two labels are equal. An axis of whole numbers has fewer ticks if it contains fewer numbers.
+        """
+        if not self.logarithmic:
+            return _best(_round_ticks(self.low, self.high, self.whole))
+        choices = [ticks for ticks in self._logarithmic_ticks() if len(ticks) >= FEWEST]
+        # An axis shorter than a decade is almost linear.
+        return _best(choices or _round_ticks(10**self.low, 10**self.high, self.whole))
+
+    def _logarithmic_ticks(self) -> Iterator[list[Tick]]:
+        """Yield ticks at powers of ten, and at 1, 2 and 5 times these, from few to many."""
+        first, last = math.floor(self.low), math.ceil(self.high)
+        for stride, factors in ((50, (1,)), (20, (1,)), (10, (1,)), (5, (1,)), (2, (1,)), (1, (1,)), (1, (1, 2, 5))):
+            decades = [
+                decade for decade in range(stride * (first // stride), last + 1, stride) if abs(decade) < LARGEST
+            ]
             values = [factor * 10.0**decade for decade in decades for factor in factors]
             inside = [value for value in values if self.low <= math.log10(value) <= self.high]
-            return [(value, f"{value:,.0f}" if 1 <= value < 1e6 else f"{value:g}") for value in inside]
-        least = (self.high - self.low) / 5
-        exponent = math.floor(math.log10(least))
-        factor = next(factor for factor in (1, 2, 5, 10) if factor * 10.0**exponent >= least * 0.999)
-        distance, place = factor * 10.0**exponent, exponent + (factor == 10)  # labels end at the place of the distance
-        first, last = math.ceil(self.low / distance - 1e-9), math.floor(self.high / distance + 1e-9)
-        values = [number * distance for number in range(first, last + 1)]
-        largest = max(map(abs, values))
-        if place >= -4 and largest < 1e9:
-            return [(value, f"{value:,.{max(0, -place)}f}") for value in values]
-        digits = math.floor(math.log10(largest)) - place + 1 if largest else 1
-        return [(value, f"{value:.{max(digits, 1)}g}") for value in values]
+            yield [(value, f"{value:,.0f}" if 1 <= value < 1e6 else f"{value:g}") for value in inside]
+
+
+def label_width(ticks: Sequence[Tick], least: float) -> float:
+    """Return the width in pixels that the labels of a vertical axis need, including a gap; at least ``least``."""
+    return max(least, 8 + CHARACTER * max((len(label) for _, label in ticks), default=0))
+
+
+def _best(choices: Iterable[list[Tick]]) -> list[Tick]:
+    """Return the ticks whose number is closest to the preferred one, but not too small if there is a choice."""
+    return min(choices, key=lambda ticks: (len(ticks) < FEWEST, abs(len(ticks) - BEST)))
+
+
+def _round_ticks(low: float, high: float, whole: bool) -> Iterator[list[Tick]]:
+    """Yield ticks at the multiples of 1, 2 or 5 times a power of ten, from few to many.
+
+    Args:
+        low: lower end of the axis.
+        high: upper end of the axis.
+        whole: whether all ticks must be whole numbers.
+    """
+    exponent = math.floor(math.log10(high - low))
+    for place in range(exponent, exponent - 2, -1):
+        for factor in (5, 2, 1):
+            if place >= 0 or not whole:
+                yield list(_labeled(low, high, factor * 10.0**place, place))
+    if whole and exponent < 0:
+        yield list(_labeled(low, high, 1, 0))
+
+
+def _labeled(low: float, high: float, distance: float, place: int) -> Iterator[Tick]:
+    """Yield the multiples of a distance inside a range with their labels.
+
+    Args:
+        low: lower end of the range.
+        high: upper end of the range.
+        distance: distance of the ticks.
+        place: decimal place at which the labels end.
+    """
+    first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
+    values = [number * distance for number in range(first, last + 1)]
+    largest = max(map(abs, values), default=0.0)
+    digits = math.floor(math.log10(largest)) - place + 1 if largest else 1
+    plain = largest < 1e9 and (place >= -4 or largest >= 1e-3)
+    for value in values:
+        yield value, f"{value:,.{max(0, -place)}f}" if plain else f"{value:.{max(digits, 1)}g}"

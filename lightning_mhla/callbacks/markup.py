@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lightning_mhla.callbacks.axes import Axis
+from lightning_mhla.callbacks.axes import Axis, label_width
 from lightning_mhla.system.numbers import rounded
 
 STYLE = """
@@ -131,7 +131,7 @@ class Curve(NamedTuple):
 
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 420, 210, 52, 34, 8, 12
-"""Size of a plot and its margins, in pixels of the SVG."""
+"""Size of a plot and its margins, in pixels of the SVG. The left margin grows with the labels of the vertical axis."""
 LONGEST_CURVE = 300
 """Number of points above which a curve is thinned by averaging neighbors."""
 LOG_RATIO = 50
@@ -151,18 +151,22 @@ def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | Non
     values = [value for curve in curves for _, value in curve.points] + ([reference[1]] if reference else [])
     logarithmic = min(values) > 0 and max(values) / min(values) > LOG_RATIO
     scale_y = Axis(min(values), max(values), HEIGHT - BOTTOM, TOP, logarithmic)
-    scale_x = Axis(min(0, *steps), max(steps), LEFT, WIDTH - RIGHT, margin=0)
+    ticks_y = scale_y.ticks()
+    left = label_width(ticks_y, LEFT)
+    scale_x = Axis(min(0, *steps), max(steps), left, WIDTH - RIGHT, margin=0, whole=True)
     lines = []
-    for value, label in scale_y.ticks():
+    for value, label in ticks_y:
         y = scale_y(value)
-        lines.append(f'<path class="frame" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        lines.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        lines.append(f'<path class="frame" d="M{left} {y:.1f}H{WIDTH - RIGHT}"/>')
+        lines.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for step, label in scale_x.ticks():
-        lines.append(f'<text x="{scale_x(step):.1f}" y="{HEIGHT - 18}" text-anchor="middle">{label}</text>')
+        x = scale_x(step)
+        anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"  # a label at the right edge would be cut
+        lines.append(f'<text x="{x:.1f}" y="{HEIGHT - 18}" text-anchor="{anchor}">{label}</text>')
     axis_text = "optimizer step" + (" (vertical axis logarithmic)" if logarithmic else "")
-    lines.append(f'<text x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">{axis_text}</text>')
+    lines.append(f'<text x="{(left + WIDTH - RIGHT) / 2}" y="{HEIGHT - 3}" text-anchor="middle">{axis_text}</text>')
     if reference:
-        lines.append(f'<path class="reference" d="M{LEFT} {scale_y(reference[1]):.1f}H{WIDTH - RIGHT}"/>')
+        lines.append(f'<path class="reference" d="M{left} {scale_y(reference[1]):.1f}H{WIDTH - RIGHT}"/>')
     for index, curve in enumerate(curves):
         color = f"var(--series{index % 4})"
         places = [(scale_x(step), scale_y(value)) for step, value in curve.points]

@@ -10,6 +10,7 @@ from typing import Any
 
 from lightning import Trainer
 
+from lightning_mhla.callbacks.axes import FEWEST
 from lightning_mhla.system.figures import make_panels
 
 
@@ -124,6 +125,8 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
             )
         axis.set_title("\n".join(textwrap.wrap(title, 40)), parse_math=False)
         axis.set_xlabel("optimizer step")
+        axis.locator_params("y", min_n_ticks=FEWEST)
+        axis.locator_params("x", integer=True, min_n_ticks=1)
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend()

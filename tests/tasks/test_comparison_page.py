@@ -189,12 +189,37 @@ def test_ticks_are_few_distinct_and_say_their_value(scale: float) -> None:
         "metrics": {"m": [[1, scale], [7, 2 * scale]]},
     }  # fmt: skip
     drawn = panel("m", group_runs([Run(Path("a"), record, {})]))
-    labels = re.findall(rf'<text x="{LEFT - 6}" y="([\d.]+)" text-anchor="end">([^<]+)</text>', drawn)
-    assert 2 <= len(labels) <= 7
+    labels = re.findall(r'<text x="[\d.]+" y="([\d.]+)" text-anchor="end">([^<]+)</text>', drawn)
+    labels = [(y, label) for y, label in labels if float(y) < HEIGHT - BOTTOM + 10]  # without those of the steps
+    assert 3 <= len(labels) <= 7
     assert len({label for _, label in labels}) == len(labels)
     for y, label in labels:
         position = TOP + (2.05 * scale - float(label.replace(",", ""))) / (1.1 * scale) * (HEIGHT - TOP - BOTTOM)
         assert float(y) - 4 == pytest.approx(position, abs=0.06), label
+
+
+def test_a_run_has_one_color_in_the_picture_and_on_the_page(tmp_path: Path) -> None:
+    """Ten runs: the last two have the colors of the first two, with dashes."""
+    for seed, kind in enumerate("abcdefghij"):
+        save(tmp_path / kind, kind, 0, 0.3 + seed / 20)
+    picture = tmp_path / "compared.png"
+    registry.run("compare", [str(tmp_path), "--picture", str(picture), "--html", str(tmp_path / "compared.html")])
+    text = (tmp_path / "compared.html").read_text()
+    light = dict(
+        re.findall(r"\.(g\d) { --color: #(\w{6}) }", text.partition("@media (prefers-color-scheme: dark) { .g")[0])
+    )
+    lines = re.findall(r'class="series (g\d)" data-group="\d"( stroke-dasharray)?', text)
+    assert [bool(dashes) for _, dashes in lines] == [False] * 8 + [True] * 2
+    with Image.open(picture) as image:
+        pixels = image.convert("RGB")
+    rows: dict[str, int] = {}  # lowest row of pixels of each color, which is that of its entry in the legend
+    for y in range(pixels.height):
+        for x in range(60):
+            rows["{:02x}{:02x}{:02x}".format(*pixels.getpixel((x, y)))] = y  # type: ignore[misc]  # an RGB picture
+    order = sorted(set(light.values()), key=rows.__getitem__)
+    assert order == [light[name] for name in ("g2", "g3", "g4", "g5", "g6", "g7", "g0", "g1")], (
+        "in the order of the table"
+    )
 
 
 def test_one_run_without_curves_and_options_makes_a_page(tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
-from lightning_mhla.callbacks.axes import Axis
+from lightning_mhla.callbacks.axes import FEWEST, Axis, label_width
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import rounded
@@ -21,13 +22,19 @@ Points = list[tuple[int, float]]
 
 WIDTH, HEIGHT = 360, 230
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 10, 36
-"""Width and height of an SVG panel, and its margins, in pixels."""
+"""Width and height of an SVG panel, and its margins, in pixels. The left margin grows with the labels of the axis."""
 
-COLORS = 8
-"""Number of colors. Further groups get the same colors with dashed lines."""
+COLORS = (
+    ("#1f6feb", "#79b8ff"), ("#bc4c00", "#ffab70"), ("#1a7f37", "#7ee2a0"), ("#8250df", "#c9a6ff"),
+    ("#bf3989", "#ff9bce"), ("#8a6a00", "#e6c33c"), ("#0e8a9e", "#56d3e6"), ("#6e7781", "#b1bac4"),
+)  # fmt: skip
+"""Color of each group on light pages and pictures, and the same hue for dark pages. Further groups get dashed lines."""
 
-DASHES = ("", "6 3", "2 3", "8 3 2 3")
-"""Dash patterns of lines. The first :data:`COLORS` groups use the first pattern, the next groups the second one, and so on."""
+DASHES = ((), (6, 3), (2, 3), (8, 3, 2, 3))
+"""Dash patterns of lines, in pixels. The first groups, as many as there are colors, use the first pattern, and so on."""
+
+MEAN_WIDTH = 2.2
+"""Width in pixels of the line of a group's mean."""
 
 MOST_MARKERS = 40
 """Number of points above which the points of a curve are not marked."""
@@ -84,7 +91,12 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
         )
     for axis, metric in zip(axes, names, strict=True):
         for index, group in enumerate(groups):
-            style = {"color": f"C{index % 10}", "linestyle": ("-", "--", ":", "-.")[index // 10 % 4]}
+            # matplotlib measures dashes in widths of the line
+            dashes = [length / MEAN_WIDTH for length in _dashes(index)]
+            style: dict[str, Any] = {
+                "color": COLORS[index % len(COLORS)][0],
+                "linestyle": (0, dashes) if dashes else "-",
+            }
             if len(group.runs) > 1:
                 for run in group.runs:
                     axis.plot(*_transposed(finite_points(run.points(metric))), linewidth=0.7, alpha=0.5, **style)
@@ -92,6 +104,8 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
             axis.plot(*_transposed(mean_points(group, metric)), label=label, linewidth=1.6, marker=".", **style)
         axis.set_title(metric, parse_math=False)
         axis.set_xlabel("optimizer step")
+        axis.locator_params("y", min_n_ticks=FEWEST)
+        axis.locator_params("x", integer=True, min_n_ticks=1)
         axis.grid(alpha=0.3)
     key = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
     for text in key.get_texts():
@@ -118,21 +132,23 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
     """
     points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
     steps, values = zip(*points, strict=True)
-    scale_x = Axis(0, max(steps), LEFT, WIDTH - RIGHT, margin=0)
     scale_y = Axis(min(values), max(values), HEIGHT - BOTTOM, TOP)
+    ticks_y = scale_y.ticks()
+    left = label_width(ticks_y, LEFT)
+    scale_x = Axis(0, max(steps), left, WIDTH - RIGHT, margin=0, whole=True)
     parts = [
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"curves of {metric}", quote=True)}">'
     ]
-    for value, label in scale_y.ticks():
+    for value, label in ticks_y:
         y = scale_y(value)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
+        parts.append(f'<path class="grid" d="M{left} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for step, label in scale_x.ticks():
         x = scale_x(step)
         anchor = "end" if x > WIDTH - 2 * RIGHT else "middle"  # a label at the right edge would be cut
         parts.append(f'<path class="grid" d="M{x:.1f} {TOP}V{HEIGHT - BOTTOM}"/>')
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 15}" text-anchor="{anchor}">{label}</text>')
-    middle = (LEFT + WIDTH - RIGHT) / 2
+    middle = (left + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle:.0f}" y="{HEIGHT - 5}" text-anchor="middle">optimizer step</text>')
     for index, group in enumerate(groups):
         parts.append(f'<g class="series {color_class(index)}" data-group="{index}"{dash(index)}>')
@@ -148,13 +164,22 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
 
 def color_class(index: int) -> str:
     """Return the CSS class that sets the color of the group with this index."""
-    return f"g{index % COLORS}"
+    return f"g{index % len(COLORS)}"
+
+
+def color_rules(dark: bool) -> str:
+    """Return the CSS rules that set the colors of the classes of :func:`color_class`, for a light or a dark page."""
+    return " ".join(f".g{number} {{ --color: {color[dark]} }}" for number, color in enumerate(COLORS))
 
 
 def dash(index: int) -> str:
     """Return the SVG attribute with the dash pattern of the lines of the group with this index; empty for solid lines."""
-    pattern = DASHES[index // COLORS % len(DASHES)]
-    return f' stroke-dasharray="{pattern}"' if pattern else ""
+    pattern = _dashes(index)
+    return f' stroke-dasharray="{" ".join(map(str, pattern))}"' if pattern else ""
+
+
+def _dashes(index: int) -> tuple[int, ...]:
+    return DASHES[index // len(COLORS) % len(DASHES)]
 
 
 def _line(points: Points, scale_x: Axis, scale_y: Axis, name: str) -> str:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 from lightning_mhla.callbacks.page import PAGE as REPORT
 from lightning_mhla.system.files import write_whole
 from mhla_tasks.tools.comparison import pictures
-from mhla_tasks.tools.comparison.curves import color_class, dash, drawn_metrics, legend, panel
+from mhla_tasks.tools.comparison.curves import color_class, color_rules, dash, drawn_metrics, legend, panel
 from mhla_tasks.tools.comparison.formats import as_latex, as_markdown
 from mhla_tasks.tools.comparison.groups import Group, direction, remarks
 from mhla_tasks.tools.comparison.pictures import html_text
@@ -60,16 +60,14 @@ svg text { fill: currentColor; font-size: 11px; opacity: .8 } .grid { stroke: va
 img { max-width: 100%; height: auto; border-radius: .3rem; display: block }
 pre { background: var(--tint); padding: .7rem; overflow: auto; max-height: 26rem; border-radius: .3rem; margin: .4rem 0 }
 summary { cursor: pointer; margin: .5rem 0 } ul.remarks { margin: .6rem 0; padding-left: 1.2rem }
-.g0 { --color: #1f6feb } .g1 { --color: #bc4c00 } .g2 { --color: #1a7f37 } .g3 { --color: #8250df }
-.g4 { --color: #bf3989 } .g5 { --color: #8a6a00 } .g6 { --color: #0e8a9e } .g7 { --color: #6e7781 }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #14171c; --shade: #fff3 }
   body { color: #e6e8eb } a { color: #79b8ff }
-  .g0 { --color: #79b8ff } .g1 { --color: #ffab70 } .g2 { --color: #7ee2a0 } .g3 { --color: #c9a6ff }
-  .g4 { --color: #ff9bce } .g5 { --color: #e6c33c } .g6 { --color: #56d3e6 } .g7 { --color: #b1bac4 }
 }
 @media (max-width: 40rem) { .side img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) } }
 """
+COLORS = f"{color_rules(dark=False)}\n@media (prefers-color-scheme: dark) {{ {color_rules(dark=True)} }}\n"
+"""Rules of the style sheet for the colors of groups."""
 
 SCRIPT = """
 for (const table of document.querySelectorAll("table.sortable")) {
@@ -138,7 +136,8 @@ def write_page(
     )
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{html_text(title)}</title><style>{STYLE}</style>'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><title>{html_text(title)}</title>'
+        f"<style>{STYLE}{COLORS}</style>"
     )
     body = "\n".join(part for part in parts if part)
     text = f'<!doctype html>\n<html lang="en"><head>{head}</head>\n<body>\n{body}\n<script>{SCRIPT}</script></body></html>\n'
@@ -228,7 +227,12 @@ def _cell(cell: Cell, column: Column) -> str:
 
 
 def _seeds(group: Group, path: Path) -> str:
-    """Return HTML with the seeds of a group, each linked to its run's report, if any, relative to the page ``path``."""
+    """Return HTML with the seeds of a group. Each seed is a link to the report of its run, if the run has one.
+
+    Args:
+        group: runs with the seeds.
+        path: path of the page that contains the links, which are relative to it.
+    """
     links = []
     for run, seed in zip(group.runs, group.seeds, strict=True):
         report = run.folder / REPORT

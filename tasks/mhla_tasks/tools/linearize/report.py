@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.callbacks.axes import Axis
 from lightning_mhla.callbacks.markup import Curve, document, picture, plot
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.points import panels_of
 from lightning_mhla.callbacks.stored_pictures import read_picture
-from lightning_mhla.system.figures import make_panels, plain_numbers, save_figure
+from lightning_mhla.system.figures import make_panels, save_figure
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.training.encoders import Pooling
@@ -215,8 +216,11 @@ def _speed(source: PretrainedSource, work: Path, results: Mapping[str, Any]) -> 
     axis.set_ylabel("milliseconds of a forward pass")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
-    plain_numbers(axis)
     axis.set_xticks(list(speed), [f"{length:,}" for length in speed])
+    lowest, highest = axis.get_ylim()
+    ticks = Axis(lowest, highest, 0, 1, logarithmic=True, margin=0).ticks()
+    axis.set_yticks([tick for tick, _ in ticks], [label for _, label in ticks])
+    axis.minorticks_off()
     axis.grid(alpha=0.3)
     axis.legend()
     save_figure(figure, work / SPEED, f"Milliseconds of a forward pass by {unit}")
