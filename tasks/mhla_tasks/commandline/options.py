@@ -1,4 +1,4 @@
-"""Changes to the Trainer's options before it is built: output folders, interval checks, and removed callbacks."""
+"""Preparation of the Trainer's options before the Trainer is built: output folders, checks of intervals, removed callbacks."""
 
 from __future__ import annotations
 

@@ -210,7 +210,8 @@ class ChatTemplate:
             Token indices, and the mask of the tokens that the model writes, ``[n]`` bool.
 
         Raises:
-            ValueError: if the tokenizer does not report the place of a token, or fails on a text.
+            UnknownRepliesError: if the tokenizer does not report which characters a token stands for.
+            ValueError: if the tokenizer fails on a text.
         """
         ids: list[int] = []
         masks: list[np.ndarray] = [np.zeros(0, dtype=bool)]

@@ -50,8 +50,9 @@ class DocumentEncoder:
     A text gets the special tokens that begin and end it. A dialogue gets the tokens of the chat template and no others, as with
     transformers' ``apply_chat_template``. If a message spells a control token, the spelling is encoded as text.
 
-    The missing bytes differ from 0 if the tokenizer changes a text before it splits it. A control token inside a document
-    counts as many bytes as its spelling has, so it adds nothing to the difference.
+    For each document, the result has the number of missing bytes: the length of the text in bytes minus the number of bytes
+    that its tokens stand for. It differs from 0 if the tokenizer changes a text before it splits it. A control token inside a
+    document counts as many bytes as its spelling has, so it adds nothing to the difference.
 
     Args:
         tokenizer: tokenizer with a special token for the beginning or the end of a text; for dialogues, with a chat template.

@@ -30,14 +30,15 @@ Unit = Literal["paragraph", "document"]
 class Passages:
     """Source of encoded passages, grouped by their length after padding.
 
-    A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the length of the longest passages of its group, rounded up
-    to a multiple of 16, but at most ``length``. The mask is 0 for padding.
+    A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the length of the longest passage in its group, rounded up to
+    a multiple of 16, but at most ``length``. The mask is 0 for padding.
 
     Args:
         texts: passages as text; those without tokens are left out.
         tokenizer: tokenizer of the passages; its special tokens are added.
         length: maximum number of tokens in a passage; longer ones are cut.
-        least: minimum number of passages in a group: lengths of fewer passages share a group with the next longer ones.
+        least: minimum number of passages in a group. If there are fewer passages of a length, they share a group with the
+            next longer ones.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int = 1) -> None:

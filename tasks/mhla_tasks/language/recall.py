@@ -97,12 +97,12 @@ class QuestionData(ResumableDataModule):
 class AssociativeRecall(QuestionData):
     """Data module for multi-query associative recall (MQAR): sequences of key-value pairs, then questions about them.
 
-    The task follows Zoology (arXiv 2312.04927, section 4). A sequence of N tokens begins with D keys, each followed by its
-    value. Keys are drawn without replacement from the lower half of the vocabulary, values from the upper half. The rest of the
+    The task follows Zoology (arXiv 2312.04927, section 4). A sequence of N tokens begins with D pairs of a key and its value.
+    Keys are drawn without replacement from the lower half of the vocabulary, values from the upper half. The rest of the
     sequence consists of (N - 2D) / 2 slots of two tokens. D of these slots begin with a key, after which the model has to
     predict its value. The D slots are drawn without replacement, slot i = 1, 2, ... with a probability proportional to
-    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged by number of pairs:
-    ``val/accuracy_pairs4``.
+    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged separately for each number of
+    pairs, for example as ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.

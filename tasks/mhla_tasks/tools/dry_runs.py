@@ -5,7 +5,7 @@ are read and merged as in ``lightning fit``. Then the callbacks, the data module
 memory for its weights. The Trainer is also built, unless the run is submitted to another machine. No run folder is created, no
 weights are read, and only what the constructors need is downloaded.
 
-The check has a process of its own (``python -m mhla_tasks.tools.dry_runs``), because it imports the modules that ``--allow``
+The check runs in a separate process (``python -m mhla_tasks.tools.dry_runs``), because it imports the modules that ``--allow``
 names, and sets the random seed of each run. Its input and its output are JSON.
 """
 

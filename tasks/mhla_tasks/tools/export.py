@@ -120,7 +120,7 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether a file of an earlier export must be deleted, because libraries would load it together with the new files.
+    """Return whether a new export must delete a file of an earlier one, because libraries would load it with the new files.
 
     Args:
         names: names of files and folders that exports of the model's task write.

@@ -26,10 +26,9 @@ log = logging.getLogger(__name__)
 class MHLALM(HFLM):
     """Model adapter for lm-evaluation-harness that also loads training checkpoints and can cut long prompts in the middle.
 
-    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: text
-    that spells a control token is encoded as that token, because the harness writes chat templates into its prompts. A token
-    that the tokenizer appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the
-    requests.
+    It extends lm-eval's adapter for Hugging Face models. Contexts and continuations are encoded as in lm-eval: text that spells
+    a control token becomes that token, because the harness writes chat templates into its prompts. A token that the tokenizer
+    appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
 
     Args:
         pretrained: path of a training checkpoint or of an exported folder, name of a model on the Hugging Face Hub, or model

@@ -209,7 +209,8 @@ def seconds_by_length(
 ) -> dict[int, dict[str, float]]:
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
-    The measurement ends at the first length that a model does not support, or at which a forward pass takes very long.
+    The measurement ends before the first length that a model does not support, or after the first length at which the forward
+    passes of all models take more than :data:`LONG_PASS` seconds in total.
 
     Args:
         source: pretrained model, which determines the lengths and the kind of input.
