@@ -53,7 +53,10 @@ class FiniteWatch(Callback):
         self._seen: list[tuple[Any, int, Tensor | None]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Reset the number of skipped steps."""
+        """Reset the number of skipped steps. Warn if the module optimizes manually, because then nothing is checked.
+
+        Every process must call this method.
+        """
         if stage == "fit" and not pl_module.automatic_optimization:
             log.warning("%s optimizes manually: losses and gradients are not checked", type(pl_module).__name__)
         self.skipped, self._seen = 0, []
@@ -64,7 +67,7 @@ class FiniteWatch(Callback):
         self._seen.append((batch, batch_idx, None))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        """Store the loss of the current batch."""
+        """Store the loss of the current batch until it is checked before the optimizer step."""
         if not pl_module.automatic_optimization:
             return
         batch, batch_idx, _ = self._seen[-1]
@@ -74,7 +77,7 @@ class FiniteWatch(Callback):
         """Check the losses of the accumulated batches and the norm of their gradients.
 
         If a value is not finite and the step may be skipped, the gradients are discarded, so that the optimizer changes
-        nothing.
+        nothing. Gradients that overflow only because of the loss scale of 16-mixed precision are left to the gradient scaler.
 
         Raises:
             ValueError: if a value is not finite and the step may not be skipped. This is the case if ``action`` is ``stop``, if

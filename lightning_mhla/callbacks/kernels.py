@@ -11,8 +11,9 @@ from mhla_kernels import agree_on_kernels
 class KernelAgreement(Callback):
     """Callback that makes all processes stop using a Triton kernel once any process has stopped using it.
 
-    The processes exchange this information after the first batch of each epoch, after the first batch of a resumed run, and
-    after each validation. With a single process, the callback does nothing.
+    A process stops using a kernel that fails, and computes the same results with PyTorch. The processes exchange the names of
+    these kernels after the first batch of each epoch, after the first batch of a resumed run, and after each validation. With a
+    single process, the callback does nothing.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,8 @@ def newest_pictures(folder: Path) -> dict[str, Path]:
     """Return the picture with the latest step of each series in a folder, by the name of the series.
 
     Args:
-        folder: folder with pictures. Names of a series differ only in the optimizer step; ``clips.png`` and ``clips.gif`` are
-            two series.
+        folder: folder with pictures. The file names of a series differ only in the optimizer step, so ``clips.png`` and
+            ``clips.gif`` belong to two series.
     """
     newest: dict[str, Path] = {}
     for path in sorted(folder.glob("*")):
@@ -55,7 +55,14 @@ def step_of(path: Path | None) -> int:
 
 
 def read_picture(path: Path) -> StoredPicture | None:
-    """Read a picture and its variant for dark screens; return None if the file is not a picture that can be read."""
+    """Read a picture and its variant for dark screens.
+
+    Args:
+        path: PNG or GIF file. The variant of a PNG file has the same name, in the subfolder ``dark``.
+
+    Returns:
+        The picture; None if the file or its variant cannot be read as a picture.
+    """
     content, dark = path.read_bytes(), path.parent / DARK / path.name
     if path.suffix == ".gif":  # open_image does not read animations
         width = int.from_bytes(content[6:8], "little")

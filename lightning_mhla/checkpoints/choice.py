@@ -21,7 +21,7 @@ def choose_checkpoint(run: Path | None, requested: str | None, training: bool) -
     Args:
         run: path of the run folder; None if the command does not name one.
         requested: path of a checkpoint; ``"best"`` for the run's checkpoint with the best monitored value; ``"last"`` or None
-            for the run's latest checkpoint.
+            for the run's latest checkpoint. Without a run, ``"last"`` is returned unchanged.
         training: whether the command trains in the run folder. Other commands only read from it.
 
     Returns:

@@ -30,9 +30,10 @@ HALF_MAX = torch.finfo(torch.float16).max
 
 
 class InputGrid(TokenGrid):
-    """Forward pre-hook of a diffusers model's patch convolution; records how many tokens the input has along each axis.
+    """Hook that records how many tokens the current input of a diffusers model has along each axis.
 
-    The hook is attached to a module inside the model, so that ``torch.compile`` traces it together with the attention.
+    The hook is a forward pre-hook of the model's patch convolution. Since the convolution is inside the model,
+    ``torch.compile`` traces the hook together with the attention.
 
     Args:
         name: name of the model's class, for error messages.
@@ -72,8 +73,8 @@ def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
         width: width D of a head.
 
     Returns:
-        Heads, ``[B, N, H, D]``. The dtype is that of ``x``, but float32 if ``x`` is in float16, in which sums over a block
-        overflow.
+        Heads, ``[B, N, H, D]``. The dtype is that of ``x``, except that float16 becomes float32, because sums over a block
+        overflow in float16.
     """
     # the width of its weight tells whether a norm is over each head or across all of them
     across = norm is not None and norm.weight.shape[-1] != width

@@ -33,7 +33,10 @@ ATTENTION = ("timm.layers.attention.Attention", "timm.layers.attention.Attention
 
 
 class TimmPatchGrid(TokenGrid):
-    """Forward pre-hook of a timm model's patch embedding; records the number of patches along each axis of the image."""
+    """Hook that records the number of patches along each axis of the current images of a timm model.
+
+    The hook is a forward pre-hook of the model's patch embedding.
+    """
 
     def __call__(self, embedding: Any, args: tuple[Any, ...]) -> None:
         """Record the number of patches along the height and width of the current images.

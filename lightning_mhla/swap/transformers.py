@@ -62,7 +62,10 @@ RELATIVE = (
 
 
 class TransformersPatchGrid(TokenGrid):
-    """Forward hook of a transformers model's patch convolution; records the number of patches along each axis of the image."""
+    """Hook that records the number of patches along each axis of the current images of a transformers model.
+
+    The hook is a forward hook of the model's patch convolution.
+    """
 
     def __call__(self, convolution: Any, args: tuple[Any, ...], output: Tensor) -> None:
         """Record the number of patches along the height and width of the current images.

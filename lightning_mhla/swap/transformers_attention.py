@@ -344,7 +344,12 @@ def _continued(
 
 
 def _state_of(attention: Attention, unread: Unread) -> Any:
-    """Compute the recurrent state after the first tokens of a sequence, which a compiled graph processed without a state."""
+    """Compute the recurrent state after the first tokens of a sequence, for which a compiled graph computed no state.
+
+    Args:
+        attention: the new attention.
+        unread: the tokens.
+    """
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
         return _state_outside(attention, unread)
@@ -454,8 +459,8 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
         module: transformers attention module.
         x: inputs of the attention module, ``[B, N, C]`` for B images of N tokens of width C.
         heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
-        attention_mask: mask ``[B, 1, N, N]``, which must not hide any token: bool, all True, or added to the scores, all 0.
-            None without a mask.
+        attention_mask: mask ``[B, 1, N, N]`` that hides no token: either bool and True everywhere, or added to the scores and 0
+            everywhere. None without a mask.
 
     Returns:
         Outputs ``[B, N, H * D]``.

@@ -157,6 +157,9 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
 
     Returns:
         ``[B, N]`` bool, True for tokens that may attend to themselves; None without a mask.
+
+    Raises:
+        ValueError: if the mask adds biases to attention scores.
     """
     if attention_mask is None:
         return None
@@ -183,8 +186,8 @@ def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None
         ``[B, N]`` bool, False for padding; None without an attention mask.
 
     Raises:
-        ValueError: if the mask hides anything except padding and later tokens, or hides tokens that the recurrent state
-            includes.
+        ValueError: if the mask hides anything except padding and later tokens, hides tokens that the recurrent state includes,
+            or adds biases to attention scores.
     """
     if attention_mask is None:
         return None
@@ -225,7 +228,7 @@ def padding_mask(attention_mask: Any, x: Tensor) -> Tensor | None:
         ``[B, N]`` bool, False for padding; None without an attention mask.
 
     Raises:
-        ValueError: if the mask hides anything except padding.
+        ValueError: if the mask hides anything except padding, or adds biases to attention scores.
     """
     real = own_keys(attention_mask, x)
     if real is None or attention_mask.dim() == 2:
@@ -246,7 +249,7 @@ def check_nothing_hidden(attention_mask: Any) -> None:
             None without a mask.
 
     Raises:
-        ValueError: if the mask hides a patch, or is neither a tensor nor None.
+        ValueError: if the mask hides a patch, adds biases to attention scores, or is neither a tensor nor None.
     """
     if attention_mask is not None:
         visible = visible_keys(attention_mask)

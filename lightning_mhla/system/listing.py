@@ -41,7 +41,7 @@ def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
 
     Args:
         folder: folder to search.
-        hidden: list to which the paths of hidden files and folders are appended, for messages.
+        hidden: list to which the paths of hidden files and folders are appended; None to ignore them.
 
     Raises:
         OSError: if the folder or one below it cannot be read.

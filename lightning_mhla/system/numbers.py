@@ -67,7 +67,7 @@ def rounded_with_spread(mean: float, spread: float) -> tuple[str, str]:
 
 
 def _exponent(value: float) -> int:
-    """Return the power of ten of the first significant digit of a nonzero number."""
+    """Return the decimal exponent of the first significant digit of a nonzero number, such as 3 for 1234."""
     return math.floor(math.log10(abs(value)))
 
 

@@ -45,10 +45,10 @@ def process_device(name: str | None) -> torch.device:
 
 
 class Agreement:
-    """Voting among all processes of a run, without waiting for pending work on the GPU.
+    """Vote among all processes of a run, which does not wait for pending work on the GPU.
 
-    Every process must create an instance, after the process group exists. With one process, the result of a vote is the answer
-    of this process.
+    Every process must create an instance after the process group is initialized. With a single process, the result of a vote is
+    the answer of this process.
     """
 
     def __init__(self) -> None:

@@ -37,8 +37,7 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
         where: folder or name of the tokenizer, for messages.
 
     Raises:
-        ValueError: if text replacements can make a text more than 100 times longer, texts are padded to more than 131,072
-            tokens, or more than 1,000 special tokens are added to each text.
+        ValueError: if :func:`check_rules` rejects the tokenizer, or more than 1,000 special tokens are added to each text.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -56,8 +55,7 @@ def check_folder(folder: Path) -> None:
     A check after loading would be too late, because loading applies the replacements to the added tokens.
 
     Raises:
-        ValueError: if text replacements can make a text more than 100 times longer, if texts are padded to more than 131,072
-            tokens, or if ``tokenizer.json`` is larger than 128 MiB.
+        ValueError: if :func:`check_rules` rejects the tokenizer, or ``tokenizer.json`` is larger than 128 MiB.
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
@@ -78,8 +76,9 @@ def check_rules(state: Any, where: str) -> None:
         where: folder of the tokenizer, for messages.
 
     Raises:
-        ValueError: if text replacements can make a text more than 100 times longer, or if texts are padded to more than 131,072
-            tokens.
+        ValueError: if text replacements can make a text more than 100 times longer, or texts are padded to more than 131,072
+            tokens. Also if the replacements cannot be checked because there are too many, one is too long, or a pattern is
+            invalid.
     """
     if not isinstance(state, dict):
         return
@@ -109,7 +108,7 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
 
     Raises:
         ValueError: if the text may become more than 100 times longer, or if a replacement has more than 1,000 characters or an
-            invalid pattern.
+            invalid pattern. Also if more than 1,000 replacements would have to be tried.
     """
     long = any(len(rule.content) > LONGEST_REPLACEMENT for rule in rules)
     # The product bounds the growth from above without running a rule, which is enough for almost all tokenizers.
