@@ -20,6 +20,8 @@ Tick = tuple[float, str]
 class Axis:
     """Axis of a plot, which converts values to pixel positions.
 
+    If the smallest and the largest value are equal, or almost equal, the axis extends beyond them.
+
     Args:
         low: smallest value.
         high: largest value.
@@ -70,7 +72,7 @@ class Axis:
         return _best(choices or _round_ticks(10**self.low, 10**self.high, self.whole))
 
     def _logarithmic_ticks(self) -> Iterator[list[Tick]]:
-        """Yield ticks at powers of ten, and at 1, 2 and 5 times these, from few to many."""
+        """Yield possible lists of ticks, from few to many: at some or all powers of ten, and at 1, 2 and 5 times all powers."""
         first, last = math.floor(self.low), math.ceil(self.high)
         for stride, factors in ((50, (1,)), (20, (1,)), (10, (1,)), (5, (1,)), (2, (1,)), (1, (1,)), (1, (1, 2, 5))):
             decades = [
@@ -82,17 +84,22 @@ class Axis:
 
 
 def label_width(ticks: Sequence[Tick], least: float) -> float:
-    """Return the width in pixels that the labels of a vertical axis need, including a gap; at least ``least``."""
+    """Return the approximate width of the labels of a vertical axis, with a gap, in pixels.
+
+    Args:
+        ticks: values and labels of the ticks.
+        least: minimum result.
+    """
     return max(least, 8 + CHARACTER * max((len(label) for _, label in ticks), default=0))
 
 
 def _best(choices: Iterable[list[Tick]]) -> list[Tick]:
-    """Return the ticks whose number is closest to the preferred one, but not too small if there is a choice."""
+    """Return the list with closest to five ticks. A list of fewer than three is returned only if all lists are that short."""
     return min(choices, key=lambda ticks: (len(ticks) < FEWEST, abs(len(ticks) - BEST)))
 
 
 def _round_ticks(low: float, high: float, whole: bool) -> Iterator[list[Tick]]:
-    """Yield ticks at the multiples of 1, 2 or 5 times a power of ten, from few to many.
+    """Yield possible lists of ticks, from few to many: at the multiples of 5, 2 or 1 times a power of ten.
 
     Args:
         low: lower end of the axis.
@@ -114,8 +121,8 @@ def _labeled(low: float, high: float, distance: float, place: int) -> Iterator[T
     Args:
         low: lower end of the range.
         high: upper end of the range.
-        distance: distance of the ticks.
-        place: decimal place at which the labels end.
+        distance: distance between ticks, whose multiples are used.
+        place: decimal place at which the labels end, as an exponent of ten, such as -2 for hundredths.
     """
     first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)
     values = [number * distance for number in range(first, last + 1)]

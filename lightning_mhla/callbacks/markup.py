@@ -139,7 +139,10 @@ LOG_RATIO = 50
 
 
 def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | None = None) -> str:
-    """Draw curves against the optimizer step as an HTML figure with an SVG and a legend. The colors follow the theme.
+    """Return a plot of curves against the optimizer step, as an HTML figure with an SVG and a legend.
+
+    The colors adapt to light and dark screens. The value axis is logarithmic if all values are positive and the largest is more
+    than 50 times the smallest.
 
     Args:
         title: title of the plot, as text.

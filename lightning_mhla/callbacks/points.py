@@ -47,7 +47,7 @@ def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, lis
 
 
 MATCHING = "train/layer_distance"
-"""Name of the loss of the first training stage of a linearized model, which matches each new layer to its original."""
+"""Name of the loss of a first training stage in which each new attention layer learns to match its original layer."""
 
 
 def matching_steps(module: Any) -> int:
@@ -58,17 +58,18 @@ def matching_steps(module: Any) -> int:
 def separate_stages(
     points: Mapping[str, Sequence[tuple[int, float]]], matching_steps: int
 ) -> dict[str, Sequence[tuple[int, float]]]:
-    """Separate the training losses of the two stages of a linearized model, because they cannot be compared.
+    """Separate the training losses of two training stages, because they cannot be compared.
 
-    In the first stage, ``train/loss`` equals ``train/layer_distance``, and is left out. In the second stage, the trainer still
-    reports the last ``train/layer_distance``, which is also left out.
+    In the first stage, each new attention layer learns to match its original layer. There, ``train/loss`` equals
+    ``train/layer_distance``, and is left out. In the second stage, the complete model is trained. The trainer still reports the
+    last ``train/layer_distance``, which is also left out.
 
     Args:
         points: (step, value) pairs by the name of the metric.
         matching_steps: number of optimizer steps of the first stage; 0 if there is none.
 
     Returns:
-        The points to show. Without a first stage, they are unchanged.
+        The points to show, without metrics that have none left. Without a first stage, all points are unchanged.
     """
     if not matching_steps:
         return dict(points)
@@ -87,8 +88,8 @@ def panels_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, li
         points: (step, value) pairs by the name of the metric.
 
     Returns:
-        Names of the metrics by their common name, such as ``loss``, in alphabetical order. Groups in which no metric changes
-        are left out.
+        Dict from common name, such as ``loss``, to the full names of its metrics in alphabetical order. Groups in which no
+        metric changes are left out.
     """
     panels: dict[str, list[str]] = defaultdict(list)
     for name in sorted(points):
