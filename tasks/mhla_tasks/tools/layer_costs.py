@@ -60,8 +60,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     distillation = getattr(module, "distillation", None)
     if not isinstance(distillation, TransferOptions | EncoderDistillation) or not swapped_layers(network):
         raise ValueError(
-            f"{path} contains a {type(module).__name__} without replaced pretrained layers: train a LinearizedModel or a "
-            "TimmClassifier with attention"
+            f"{path} contains a {type(module).__name__} without replaced pretrained layers: train a LinearizedModel, a "
+            "LinearizedTextEncoder, a LinearizedImageEncoder, or a TimmClassifier with attention"
         )
     data = _data(path)
     options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}

@@ -154,7 +154,7 @@ def latents(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--num_classes",
         type=int,
-        help="labels of shards lie below it (default: the number of classes that PREFIX-classes.txt beside them names)",
+        help="number of classes of labeled shards (default: the number of names in PREFIX-classes.txt beside the shards)",
     )
     _skipping(parser, "images")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
