@@ -16,7 +16,7 @@ from mhla_tasks.captioned.data import CaptionedData, EncodedShards
 from mhla_tasks.captioned.requests import PromptRequest
 from mhla_tasks.video.continuation import VideoContinuation
 from mhla_tasks.video.digits import MovingDigitSamples, every_caption
-from mhla_tasks.video.sources import VIDEO, VIDEOS, Beginnings, ShardClips, UncaptionedClips
+from mhla_tasks.video.sources import VIDEO, VIDEOS, Beginnings, CaptionedClips, UncaptionedClips
 
 PREPARE = "lightning prepare clip-latents"
 
@@ -208,8 +208,8 @@ class VideoShards(ClipData):
 
     @override
     def clips(self, stage: str) -> SampleSource:
-        reader = self.shards.reader(stage)
-        return ShardClips(reader, *self.size, fps=self.fps, caption_key=self.caption_key, anywhere=stage == "train")
+        files = ShardFiles(self.shards.reader(stage), self.caption_key)
+        return CaptionedClips(files, *self.size, fps=self.fps, anywhere=stage == "train")
 
 
 class VideoFolders(ResumableDataModule):

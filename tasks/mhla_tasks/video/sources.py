@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from rich.progress import track
 from torch import Tensor
 from torchvision.transforms import v2
 
-from lightning_mhla.data import BrokenSampleError, ShardReader
-from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, SampleFiles, ShardFiles
+from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data.captioned import CaptionedFiles, SampleFiles
 from lightning_mhla.system.numbers import plural
 from mhla_tasks.video.clips import read_beginning, read_clip, to_signed
 
@@ -65,56 +64,6 @@ class CaptionedClips:
         data = self.files.member(index, (VIDEO,))[1]
         clip = read_clip(data, name, self.frames, self.fps, position, (self.height, self.width))
         return {"video": to_signed(clip), "caption": text, "index": index}
-
-
-class ShardClips(CaptionedClips):
-    """Map-style data set of clips, one cut from each video in WebDataset shards.
-
-    Args:
-        reader: reader of the shards.
-        frames: number of frames in a clip.
-        height: height in pixels to which frames are scaled and cropped.
-        width: width in pixels to which frames are scaled and cropped.
-        caption_key: key of the caption in JSON files.
-        options: keyword arguments ``fps`` and ``anywhere`` of :class:`CaptionedClips`.
-    """
-
-    def __init__(
-        self,
-        reader: ShardReader,
-        frames: int,
-        height: int,
-        width: int,
-        caption_key: str = "caption",
-        **options: Any,
-    ) -> None:
-        super().__init__(ShardFiles(reader, caption_key), frames, height, width, **options)
-
-
-class ClipFolder(CaptionedClips):
-    """Map-style data set of clips, one cut from each ``.mp4`` file in a folder and its subfolders.
-
-    Args:
-        folder: path of the folder.
-        frames: number of frames in a clip.
-        height: height in pixels to which frames are scaled and cropped.
-        width: width in pixels to which frames are scaled and cropped.
-        caption_key: key of the caption in JSON files.
-        options: keyword arguments ``fps`` and ``anywhere`` of :class:`CaptionedClips`.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        frames: int,
-        height: int,
-        width: int,
-        caption_key: str = "caption",
-        **options: Any,
-    ) -> None:
-        files = FolderFiles(folder, (VIDEO,), caption_key)
-        self.paths: Sequence[Path] = files.paths
-        super().__init__(files, frames, height, width, **options)
 
 
 class UncaptionedClips:

@@ -20,8 +20,8 @@ from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_
 from mhla_tasks.video.continuation import ContinuationSampling
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
 from mhla_tasks.video.sampling import WanSamplingConfig
-from mhla_tasks.video.sources import CaptionedClips, ShardClips, UncaptionedClips
-from wan import make_shard
+from mhla_tasks.video.sources import CaptionedClips, UncaptionedClips
+from wan import make_shard, shard_clips
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
 from lightning_mhla.data.digits import load_digits
@@ -258,7 +258,7 @@ def test_frames_are_made_small_while_decoding(ramp: bytes) -> None:
 
 def test_without_chance_a_clip_is_the_middle_of_its_video(ramp: bytes, tmp_path: Path) -> None:
     shard = make_shard(tmp_path / "s.tar", [{"mp4": ramp, "txt": b"a ramp"}])
-    clip = ShardClips(ShardReader([shard]), 4, 16, 24)[0]["video"]
+    clip = shard_clips(ShardReader([shard]), 4, 16, 24)[0]["video"]
     shown = [round(level / 10) for level in brightness(to_frames(clip[None])[0])]
     assert shown == [10, 11, 12, 13]
 

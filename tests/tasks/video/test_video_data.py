@@ -16,8 +16,7 @@ from mhla_tasks.commandline import registry
 from mhla_tasks.video.clips import check_video, read_clip
 from mhla_tasks.video.data import PREPARE, MovingDigits, PromptRequest, VideoLatentShards, VideoShards
 from mhla_tasks.video.digits import NAMES
-from mhla_tasks.video.sources import ClipFolder, ShardClips
-from wan import make_shard, video_file
+from wan import folder_clips, make_shard, shard_clips, video_file
 
 from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardOptions, ShardReader
 from lightning_mhla.generative.codecs import ClipCodec
@@ -36,14 +35,14 @@ def test_shards_of_videos(videos: list[bytes], tmp_path: Path) -> None:
     shard = make_shard(
         tmp_path / "s.tar", [{"mp4": video, **text} for video, text in zip(videos, captions, strict=False)]
     )
-    source = ShardClips(ShardReader([shard]), **SIZE)
+    source = shard_clips(ShardReader([shard]), **SIZE)
     assert len(source) == 2
     assert [source[index]["caption"] for index in range(2)] == ["a cat", "a dog"]
     assert source[0]["video"].shape == (3, 5, 16, 24)
     assert torch.equal(source[0]["video"], source[0]["video"]), "validation takes the same clip each time"
-    anywhere = ShardClips(ShardReader([shard]), **SIZE, anywhere=True)
+    anywhere = shard_clips(ShardReader([shard]), **SIZE, anywhere=True)
     assert any(not torch.equal(anywhere[0]["video"], anywhere[0]["video"]) for _ in range(10))
-    other = ShardClips(ShardReader([shard]), **SIZE, caption_key="text")
+    other = shard_clips(ShardReader([shard]), **SIZE, caption_key="text")
     assert other[1]["caption"] == "a wolf"
 
 
@@ -73,7 +72,7 @@ def test_the_command_makes_shards_of_a_folder(
     assert "; 2 videos skipped (" in " ".join(capsys.readouterr().out.split())
     assert f"skipped: {source}/mute.mp4 has no .txt or .json beside it" in caplog.text
     assert f"skipped: {source}/cut.mp4: the video is cut off: 200 bytes are missing" in caplog.text
-    clips = ShardClips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
+    clips = shard_clips(ShardReader(sorted((tmp_path / "out").glob("*.tar"))), **SIZE, caption_key="said")
     assert {clips.files.caption(index): clips.files.member(index, ("mp4",))[1] for index in range(len(clips))} == {
         f"caption {number}": video for number, video in enumerate(videos)
     }
@@ -140,7 +139,7 @@ def in_front(video: bytes, place: Path) -> bytes:
     ],
 )  # fmt: skip
 def test_broken_samples_say_where_and_what(tmp_path: Path, members: dict[str, bytes], message: str) -> None:
-    source = ShardClips(ShardReader([make_shard(tmp_path / "s.tar", [members])]), **SIZE)
+    source = shard_clips(ShardReader([make_shard(tmp_path / "s.tar", [members])]), **SIZE)
     with pytest.raises(BrokenSampleError, match=message):
         source[0]
 
@@ -240,7 +239,7 @@ def test_encode_and_train_on_it(
     source = data.samples("validate")
     assert len(source) == 4, "the broken video was passed over"
     codec, captions = ClipCodec(str(pipeline)), make_encoder(TextConfig(str(pipeline), 6), 16)
-    clips = ClipFolder(folder, **SIZE, fps=8)
+    clips = folder_clips(folder, **SIZE, fps=8)
     kept = [clips[index] for index in (0, 1, 2, 4)]
     for index, clip in enumerate(kept):
         torch.testing.assert_close(source[index]["latent"], codec.encode(clip["video"][None])[0], atol=2e-3, rtol=2e-3)
@@ -339,7 +338,7 @@ def test_the_reader_meets_every_clip_once(videos: list[bytes], tmp_path: Path) -
     shard = make_shard(
         tmp_path / "s.tar", [{"mp4": v, "json": json.dumps({"caption": str(i)}).encode()} for i, v in enumerate(videos)]
     )
-    loader = ResumableLoader(ShardClips(ShardReader([shard]), **SIZE), 4, train=False, seed=0)
+    loader = ResumableLoader(shard_clips(ShardReader([shard]), **SIZE), 4, train=False, seed=0)
     seen = [text for batch in loader for text, counts in zip(batch["caption"], batch["valid"], strict=True) if counts]
     assert seen == [str(number) for number in range(6)]
 

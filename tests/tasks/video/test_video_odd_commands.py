@@ -10,10 +10,9 @@ import torch
 from mhla_tasks.commandline import registry
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.data import VideoLatentShards, VideoShards
-from mhla_tasks.video.sources import ClipFolder, ShardClips
 from odd_videos import MATRICES, encode, moving, picture, with_cover, with_matrix
 from processes import run_in_turn
-from wan import make_shard
+from wan import folder_clips, make_shard, shard_clips
 
 from lightning_mhla.data import BrokenSampleError, ShardOptions, ShardReader
 
@@ -61,12 +60,12 @@ def folder(tmp_path: Path) -> Path:
 def test_every_source_shows_the_same_upright_frames(folder: Path, tmp_path: Path) -> None:
     good = good_videos()
     shard = make_shard(tmp_path / "s.tar", [{"mp4": video, "txt": name.encode()} for name, video in good.items()])
-    clips = ClipFolder(folder, **SIZE)
-    from_folder = {path.stem: index for index, path in enumerate(clips.paths)}
+    clips = folder_clips(folder, **SIZE)
+    from_folder = {path.stem: index for index, path in enumerate(clips.files.paths)}
     data = VideoShards(str(shard), str(shard), **SIZE, fps=None, batch_size=5, num_workers=0)
     batch = next(iter(data.val_dataloader()))
     assert batch["caption"] == list(good)
-    reference = to_frames(ShardClips(ShardReader([shard]), **SIZE)[0]["video"][None]).float()
+    reference = to_frames(shard_clips(ShardReader([shard]), **SIZE)[0]["video"][None]).float()
     for index, name in enumerate(good):
         for video in (batch["video"][index], clips[from_folder[name]]["video"]):
             assert (to_frames(video[None]).float() - reference).abs().mean() < 2, name
@@ -114,7 +113,7 @@ def test_prepare_clips_copies_the_good_and_names_the_bad(folder: Path, tmp_path:
     assert "phone.mov: neither .mp4 nor captions" in said
     for name, (_, reason) in bad_videos().items():
         assert f"{name}.mp4: {reason}" in said or f"{name}.mp4: the video cannot be decoded ({reason}" in said, name
-    shards = ShardClips(ShardReader([tmp_path / "shards/train-0000.tar"]), **SIZE)
+    shards = shard_clips(ShardReader([tmp_path / "shards/train-0000.tar"]), **SIZE)
     written = {shards.files.caption(index): shards.files.member(index, ("mp4",))[1] for index in range(len(shards))}
     assert written == good_videos(), "byte for byte"
     assert few_status

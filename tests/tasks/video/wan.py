@@ -13,10 +13,13 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from grouped import grouped
 from mhla_tasks.video.clips import write_clip
 from mhla_tasks.video.model import WanTransformerConfig
+from mhla_tasks.video.sources import CaptionedClips
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.data import ShardReader
+from lightning_mhla.data.captioned import FolderFiles, ShardFiles
 
 ROOT = Path(__file__).parents[3]
 SHAPE: dict[str, Any] = {
@@ -55,6 +58,16 @@ def inputs(grid: tuple[int, int, int] = (5, 3, 5), batch: int = 2, channels: int
     frames, rows, columns = grid
     latent = torch.randn(batch, channels, frames, 2 * rows, 2 * columns)
     return latent, torch.linspace(3, 900, batch), torch.randn(batch, 7, 16)
+
+
+def shard_clips(reader: ShardReader, *size: int, caption_key: str = "caption", **options: Any) -> CaptionedClips:
+    """Return the clips of captioned videos in shards."""
+    return CaptionedClips(ShardFiles(reader, caption_key), *size, **options)
+
+
+def folder_clips(folder: Path, **options: Any) -> CaptionedClips:
+    """Return the clips of captioned videos in a folder."""
+    return CaptionedClips(FolderFiles(folder, ("mp4",), "caption"), **options)
 
 
 def save_pipeline(folder: Path) -> Path:
