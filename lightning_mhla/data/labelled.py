@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_mhla.data.classes import check_count
-from lightning_mhla.data.images import class_names, shard_labels
+from lightning_mhla.data.images import class_names
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.remote import url_scheme
 
@@ -59,8 +59,8 @@ class LabelledShards:
         except FileNotFoundError:  # validation does not need the training data
             return None
 
-    def check_classes(self, stage: str) -> None:
-        """Check that the option ``num_classes``, if it is set, equals the number of class names in the training data.
+    def setup(self, stage: str) -> None:
+        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
 
         Args:
             stage: stage of the trainer. Only ``"fit"`` is checked.
@@ -68,6 +68,7 @@ class LabelledShards:
         Raises:
             ValueError: if the two numbers differ.
         """
+        super().setup(stage)  # type: ignore[misc]  # of the data module
         names = class_names(self.shards) if stage == "fit" else None
         if names is not None and self._num_classes not in (None, len(names)):
             raise ValueError(contradiction(self.shards.locations["train"], names, f"num_classes={self._num_classes}"))
@@ -95,18 +96,6 @@ class LabelledShards:
                     "not name its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
                 )
         return names
-
-    def stage_labels(self, stage: str) -> list[int] | None:
-        """Map the labels in the shards of a stage to the labels of the complete data set, by class name.
-
-        Args:
-            stage: ``"train"``, ``"validate"`` or ``"test"``.
-
-        Returns:
-            List whose entry i is the label in the complete data set for label i in the shards. None if no label changes, or if
-            the class names of the shards or of the complete data set are not known.
-        """
-        return shard_labels(self.shards, stage, self.stage_classes(stage))
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
-from lightning_mhla.data.images import labelled_images
+from lightning_mhla.data.images import labelled_images, shard_labels
 from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -208,18 +208,6 @@ class ClassShards(LabelledShards, ClassImages):
             return self.requested()
         return self.labelled_samples(stage, self.flip if stage == "train" else 0.0)
 
-    def setup(self, stage: str) -> None:
-        """Check before training that ``num_classes``, if set, equals the number of class names in the training data.
-
-        Args:
-            stage: stage of the trainer. Only ``"fit"`` is checked.
-
-        Raises:
-            ValueError: if the two numbers differ.
-        """
-        super().setup(stage)
-        self.check_classes(stage)
-
 
 class ImageShards(ClassShards):
     """Data module of labeled images in WebDataset tar shards, or in folders.
@@ -318,5 +306,5 @@ class LatentShards(ClassShards):
 
     @override
     def labelled_samples(self, stage: str, flip: float) -> SampleSource:
-        labels = self.stage_labels(stage)
+        labels = shard_labels(self.shards, stage, self.stage_classes(stage))
         return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip, labels)
