@@ -262,8 +262,8 @@ def swapped_attention(
 
     Raises:
         ValueError: if the mask adds biases to scores, or hides anything except padding and, in a decoder, later tokens. Also if
-            documents are packed in more than one row, if a text exceeds the length that dense mixing coefficients support, if
-            the cache has no state to continue, or if the tokens do not match the grid of the current image.
+            several rows contain packed documents, a text is too long for dense mixing coefficients, the cache has no state to
+            continue, or the tokens do not match the grid of the current image.
     """
     out = _attend(module, query, key, value, attention_mask, options)
     return out.unflatten(-1, (query.shape[1], -1)), None
