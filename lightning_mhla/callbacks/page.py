@@ -137,7 +137,7 @@ def _attention(record: Mapping[str, Any]) -> str:
         return ""
     groups = record["attention"]
     if not groups:
-        return f"that of {record['network']}" if record.get("network") else ""
+        return f"as in {record['network']}" if record.get("network") else ""
     return "; ".join(
         f"{_named(group['kind'], group['options'])} in {plural(group['layers'], 'layer')}" for group in groups
     )
