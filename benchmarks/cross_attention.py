@@ -11,9 +11,9 @@ The loss with captions of other scenes shows how much a model uses its text. The
 projections, on one image and one text, in processor time of one thread, which other programs disturb little. The third part
 measures a token that the decoder of a T5 writes. Its cross-attention reads the keys of the encoder's tokens, or the summaries
 of their blocks. The time begins with the third token, so that the cost of computing the summaries is not counted.
-
-This module is longer than others because the three parts share options, results and tables.
 """
+
+# Longer than other modules because the three parts share options, results and tables.
 
 from __future__ import annotations
 

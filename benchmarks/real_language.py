@@ -258,7 +258,8 @@ def run_row(
     teacher = load(options.source) if options.distill else None
     if options.length != CONTEXT:
         data = batches(stream, options.seed, options.length)
-    if options.length > CONTEXT:  # the activations of all layers for 4,096 tokens do not fit into 16 GB beside the scores
+    if options.length > CONTEXT:
+        # The activations of all layers for 4,096 tokens do not fit into 16 GB beside the scores.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes activations in training mode only; Llama has no dropout
 

@@ -5,9 +5,9 @@
 Every kernel is compiled as the operator launches it, for each dtype and pair of widths, forward and backward. The exit code
 is 1 if a kernel exceeds its limits. In bfloat16 at the widths of models, a kernel must not spill (on Hopper, at most 128 bytes
 per thread). Otherwise, it may spill 1 KB per thread. The other limit is the shared memory of a thread block on the chip.
-
-This module is longer than others because launches, compilation and limits depend on each other.
 """
+
+# Longer than other modules because launches, compilation and limits depend on each other.
 
 from __future__ import annotations
 

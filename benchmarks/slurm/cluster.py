@@ -1,7 +1,6 @@
-"""Real SLURM cluster of two virtual nodes on this host, for tests. It needs no installation and no root access.
+"""Real SLURM cluster of two virtual nodes on this host, for tests. It needs no installation and no root access."""
 
-This module is longer than others because one class manages the complete lifecycle of a cluster.
-"""
+# Longer than other modules because one class manages the complete lifecycle of a cluster.
 
 from __future__ import annotations
 

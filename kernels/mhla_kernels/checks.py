@@ -1,9 +1,9 @@
 """Checks of the arguments of the attention operator.
 
 :func:`check_problem` returns the checked arguments as one object. Every error message names the invalid value and the remedy.
-
-This module is longer than others because it contains all checks of a call, in the order in which they are made.
 """
+
+# Longer than other modules because it contains all checks of a call, in the order in which they are made.
 
 from __future__ import annotations
 

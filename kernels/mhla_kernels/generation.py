@@ -2,9 +2,9 @@
 
 Shape letters: B batch, N tokens, H heads, K and V widths of a key and a value, M blocks, C slots of a block, R exponential
 terms, ``W = K V + K`` numbers of a summary.
-
-This module is longer than others because both of its public functions document all arguments of the attention operator.
 """
+
+# Longer than other modules because both of its public functions document all arguments of the attention operator.
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ tensors and defines how a block is opened.
 
 Shape letters: B batch, H heads, K and V widths of a key and a value, M blocks, R exponential terms, ``W = K V + K`` numbers of
 a summary (the K V sums of key-value products, row by row, then the K sums of keys).
-
-This module is longer than others because the rules of memory ownership concern every method of a state.
 """
+
+# Longer than other modules because the rules of memory ownership concern every method of a state.
 
 from __future__ import annotations
 

@@ -4,9 +4,9 @@ Before the first use of a kernel, a trial compares it with PyTorch. The result, 
 folder under the device, the versions of the driver, torch and Triton, and a hash of the package's source files, so that the
 trial runs once. A kernel that fails later is no longer used for the rest of the process. See :func:`may_use`, :func:`guarded`
 and :func:`agree_on_kernels`.
-
-This module is longer than others because it contains all steps from the trial of a kernel to its withdrawal.
 """
+
+# Longer than other modules because it contains all steps from the trial of a kernel to its withdrawal.
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ summaries of all earlier blocks.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
-
-This module is longer than others because both public functions must store tokens in the same slots of the state.
 """
+
+# Longer than other modules because both public functions must store tokens in the same slots of the state.
 
 from __future__ import annotations
 

@@ -2,8 +2,10 @@
 
 Other modules contain the parts of a layer: the methods that a kind of attention implements (``kind``), projections
 (``projections``), token order (``order``), rotary positions (``positions``), and output norm, local positional encoding and
-gate (``output``, ``lepe``). This module is longer than others because it contains a single class.
+gate (``output``, ``lepe``).
 """
+
+# Longer than other modules because it contains a single class.
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Modules for the mixing coefficients of MHLA, with initial values, bounds, and resizing to a different number of blocks.
+"""Modules for the mixing coefficients of MHLA, with initial values, bounds, and resizing to a different number of blocks."""
 
-This module is longer than others because it contains both parametrizations, dense and exponential, which share bounds and
-resizing.
-"""
+# Longer than other modules because it contains both parametrizations, dense and exponential, which share bounds and resizing.
 
 from __future__ import annotations
 

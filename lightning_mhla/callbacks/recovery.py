@@ -296,7 +296,7 @@ class Recovery(Checkpoint):
         """Return the saved states to remove after a new one was written.
 
         The states of the latest ``keep`` steps stay. A state that was saved only because the run was stopped does not count
-        towards ``keep``, and is removed once there is a later state. The run thus ends with the same files as a run that was
+        toward ``keep``, and is removed once there is a later state. The run thus ends with the same files as a run that was
         not stopped.
         """
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}

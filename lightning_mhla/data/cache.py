@@ -8,9 +8,9 @@ files that it left behind.
 The cache counts and removes files only in subfolders whose names are 16 hexadecimal digits, as returned by
 :func:`lightning_mhla.data.remote.kept_at`. Everything else in the folder is left alone. Other users may be able to write to the
 folder, so symbolic links are not followed and files of other users are not used.
-
-This module is longer than others because every change of the folder depends on the same locks.
 """
+
+# Longer than other modules because every change of the folder depends on the same locks.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Readers of files, such as images or video clips, in shards or in a folder, with captions or without.
+"""Readers of files, such as images or video clips, in shards or in a folder, with captions or without."""
 
-This module is longer than others because the rules for captions are the same in folders and in shards.
-"""
+# Longer than other modules because the rules for captions are the same in folders and in shards.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Image data sets: labeled images in shards or class folders, and unlabeled images in a folder.
+"""Image data sets: labeled images in shards or class folders, and unlabeled images in a folder."""
 
-This module is longer than others because it decodes image files, and reads them from shards, class folders and plain folders.
-"""
+# Longer than other modules because it decodes image files, and reads them from shards, class folders and plain folders.
 
 from __future__ import annotations
 

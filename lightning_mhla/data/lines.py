@@ -3,9 +3,9 @@
 Only a line feed ends a line: U+2028, U+0085 and form feeds are ordinary characters. UTF-8 is read with or without a byte order
 mark, UTF-16 and UTF-32 only with one. The mark is never part of the text. Any other content is an error that names the file and
 the position. Otherwise, a model would silently train on wrongly decoded text.
-
-This module is longer than others because each defect of a file has its own error message, which says how to fix the file.
 """
+
+# Longer than other modules because each defect of a file has its own error message, which says how to fix the file.
 
 from __future__ import annotations
 

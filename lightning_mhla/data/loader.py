@@ -1,8 +1,7 @@
-"""Batch loader that resumes training with exactly the next sample, given the number of batches already trained on.
+"""Batch loader that resumes training with exactly the next sample, given the number of batches already trained on."""
 
-This module is longer than others because the order of samples, the skipping of broken ones and the state to resume from depend
-on each other.
-"""
+# Longer than other modules because the order of samples, the skipping of broken ones and the state to resume from depend on
+# each other.
 
 from __future__ import annotations
 

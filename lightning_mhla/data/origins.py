@@ -4,9 +4,9 @@ For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains t
 sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
 size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
 With the digest, copies and files that were rewritten with the same content also count as unchanged.
-
-This module is longer than others because the records are written, compared and explained to the user in one place.
 """
+
+# Longer than other modules because the records are written, compared and explained to the user in one place.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Downloads of remote files that resume after failures, with rules for permitted URLs and local paths.
+"""Downloads of remote files that resume after failures, with rules for permitted URLs and local paths."""
 
-This module is longer than others because it handles the failures of several network libraries.
-"""
+# Longer than other modules because it handles the failures of several network libraries.
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 A shard is an uncompressed tar file. The files of one sample are stored one after the other, and their names are equal up to the
 first dot, such as ``0007.jpg`` and ``0007.cls``.
-
-This module is longer than others because it finds shards in all supported locations, downloads them, and reads them.
 """
+
+# Longer than other modules because it finds shards in all supported locations, downloads them, and reads them.
 
 from __future__ import annotations
 

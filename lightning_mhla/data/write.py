@@ -1,8 +1,7 @@
-"""Atomic writing of WebDataset shards, so that an interrupted command can be resumed.
+"""Atomic writing of WebDataset shards, so that an interrupted command can be resumed."""
 
-This module is longer than others because it contains all steps of a command that writes shards, from locking the folder to
-writing each file.
-"""
+# Longer than other modules because it contains all steps of a command that writes shards, from locking the folder to writing
+# each file.
 
 from __future__ import annotations
 

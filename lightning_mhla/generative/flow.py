@@ -21,7 +21,7 @@ class FlowConfig:
 
     Args:
         times: distribution of the timesteps in training, uniform or logit_normal.
-        shift: shift of the timesteps towards noise, in training and sampling; 1 for no shift. Wan uses 3 for 480p
+        shift: shift of the timesteps toward noise, in training and sampling; 1 for no shift. Wan uses 3 for 480p
             videos.
         caption_dropout: share of training samples whose caption is replaced by an empty one, as classifier-free
             guidance requires.
@@ -48,7 +48,7 @@ def draw_flow_times(
     Args:
         times: distribution of the timesteps. ``logit_normal`` (mean 0, standard deviation 1) draws timesteps in the middle
             more often than those near the ends (arXiv 2403.03206).
-        shift: shift s towards noise, for samples with many pixels; 1 for no shift. It changes the share t of noise in a sample
+        shift: shift s toward noise, for samples with many pixels; 1 for no shift. It changes the share t of noise in a sample
             to ``s t / (1 + (s - 1) t)`` (arXiv 2403.03206).
         count: number of timesteps.
         generator: random generator on ``device``; None for the global one.

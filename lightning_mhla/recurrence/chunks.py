@@ -63,7 +63,7 @@ class ChunkedInputs(NamedTuple):
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 
     def merge(self, out: Tensor) -> Tensor:
-        """Join an output's M chunks of C tokens, ``[B, H, M, C, V]``, to ``[B, N, H, V]``, in the output dtype."""
+        """Join M chunks of C outputs, ``[B, H, M, C, V]``, into ``[B, N, H, V]`` without padding, in the output dtype."""
         return self.partition.merge(out).to(self.dtype)
 
 

@@ -1,9 +1,10 @@
 """Interface for replacing the attention in pretrained models, and the token grid that its implementations share.
 
 diffusers, timm and transformers each have one implementation. A *host* is a pretrained model whose attention is replaced, or
-one of its attention modules. This file is longer than others because every implementation needs both the interface and the
-token grid.
+one of its attention modules.
 """
+
+# Longer than other modules because every implementation needs both the interface and the token grid.
 
 from __future__ import annotations
 

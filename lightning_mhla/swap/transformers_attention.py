@@ -3,9 +3,10 @@
 Importing this module requires transformers. The function is registered in transformers' attention interface as
 ``lightning_mhla``. Each attention module that should use it gets its own copy of the model configuration, in which
 ``_attn_implementation`` has this name. The interface passes only queries, keys and values. A forward pre-hook therefore stores
-the input of the module, which output gates need, and the cache. This file is longer than others because the attention function
-and its cache layer depend on each other.
+the input of the module, which output gates need, and the cache.
 """
+
+# Longer than other modules because the attention function and its cache layer depend on each other.
 
 from __future__ import annotations
 

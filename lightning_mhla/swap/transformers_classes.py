@@ -4,9 +4,9 @@ A model class has the name of its transformers parent, such as ``LlamaForCausalL
 with the prefix ``Swapped``, such as ``SwappedLlamaConfig``. Each class is created when this module's attribute of that name is
 first accessed. :func:`lightning_mhla.swap_attention` changes the class of a model to such a subclass. The model's
 ``save_pretrained`` then writes a folder that transformers' original classes reject.
-
-This module is longer than others because saving and loading must match each other.
 """
+
+# Longer than other modules because saving and loading must match each other.
 
 from __future__ import annotations
 

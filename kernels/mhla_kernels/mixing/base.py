@@ -4,9 +4,9 @@ A new kind of coefficients needs only its tensors and a method that returns its 
 
 Shape letters: B batch, H heads, M blocks (Mq of queries and Mk of keys in cross-attention), W numbers in a block summary, R
 running sums.
-
-This module is longer than others because it documents every method of the interface.
 """
+
+# Longer than other modules because it documents every method of the interface.
 
 from __future__ import annotations
 

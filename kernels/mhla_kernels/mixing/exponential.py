@@ -6,9 +6,9 @@ A sum of R such terms is applied to M block summaries by R running sums, instead
 generation state holds R summaries for any length. Learned dense coefficients of language models were found to be close to a
 function of distance alone (the "Toeplitz Block Mixing" report, 2026-03). The distance here is the weighted L1 distance, which
 separates over the axes of a grid.
-
-This module is longer than others because it contains everything about one kind of mixing.
 """
+
+# Longer than other modules because it contains everything about one kind of mixing.
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ with output gradients dO_t / n_t and g_t = -(q_t . u_t) / n_t^2:
     dq_t = u_t / n_t + g_t w_t
 
 In this form no gradient is a difference of rounded outputs. Mode DQ runs first and stores 1 / n_t and g_t for DV and DK.
-
-This module is longer than others because one kernel computes all four results, and its launcher must match it.
 """
+
+# Longer than other modules because one kernel computes all four results, and its launcher must match it.
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Building blocks of the Triton kernels: loading tokens, rounding, and products that keep float32 precision.
 
-Triton's interpreter rounds float32 to bfloat16 towards zero, and multiplies the bit patterns of bfloat16 operands. This module
+Triton's interpreter rounds float32 to bfloat16 toward zero, and multiplies the bit patterns of bfloat16 operands. This module
 therefore spells out both operations for the interpreter. On a GPU it uses Triton's own.
 """
 

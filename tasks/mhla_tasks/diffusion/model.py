@@ -36,7 +36,7 @@ class DiT(ModelMixin, ConfigMixin):
     Args:
         sample_size: side of the square sample, or its height and width, in pixels or latent pixels.
         channels: number of channels of the sample.
-        num_classes: number of classes. Labels are 0 to ``num_classes - 1``; the label ``num_classes`` stands for no class.
+        num_classes: number of classes. Labels are 0 to ``num_classes - 1``; ``num_classes`` marks a sample without a class.
         attention: options of the attention in all layers.
         layer_kinds: pattern of attention kinds that repeats over all layers; None to use ``attention.kind`` in all layers.
         size: S, B, L or XL, which sets dim, depth and heads; None to use the arguments with these names.

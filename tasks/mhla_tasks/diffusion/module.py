@@ -126,12 +126,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
     def layers(self) -> list[nn.Module]:
         return list(self.network.backbone.blocks)
 
-    def configure_model(self) -> None:
-        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
-        if self._pretrained is not None:
-            load_pretrained(self.network, self._pretrained)
-            self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
-        super().configure_model()
+    @override
+    def start_from(self, pretrained: str) -> None:
+        load_pretrained(self.network, pretrained)
 
     @override
     def prediction_callbacks(self) -> list[Callback]:
@@ -143,7 +140,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         Args:
             x: noisy samples ``[B, channels, height, width]``.
             times: timesteps ``[B]`` from 0 to 1000.
-            labels: class labels ``[B]``, integers; the number of classes stands for no class.
+            labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
             Prediction ``[B, out_channels, height, width]``, which has twice as many channels if the variance is learned.

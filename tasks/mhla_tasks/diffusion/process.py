@@ -100,7 +100,7 @@ class NoiseProcess:
             clean: clean samples ``[B, C, H, W]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, as :meth:`draw_times` draws them.
-            labels: class labels ``[B]``; the number of classes stands for no class.
+            labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
             Losses ``[B]`` float32.
@@ -129,11 +129,11 @@ class NoiseProcess:
             raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Replace each label, with probability ``label_dropout``, by the label that stands for no class.
+        """Replace each label, with probability ``label_dropout``, by the label that marks a sample without a class.
 
         Args:
             labels: class labels ``[B]``.
-            num_classes: number of classes, which is also the label that stands for no class.
+            num_classes: number of classes, which is also the label that marks a sample without a class.
 
         Returns:
             Labels ``[B]``.
@@ -179,17 +179,17 @@ class DenoisingProcess(NoiseProcess):
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of each sample: mean squared error of the noise, plus a variational bound for a learned variance.
+        """Compute the loss of each sample: mean squared error of the predicted noise, plus a bound for a learned variance.
 
-        As in the original DiT code, the bound has weight 1. It trains only the variance, because gradients do not flow through
-        the predicted mean.
+        As in the original DiT code, the variational bound has weight 1. It trains only the variance, because gradients do not
+        flow through the predicted mean.
 
         Args:
             network: network that predicts noise and, optionally, variance from noisy samples.
             clean: clean samples ``[B, C, H, W]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, integers from 0 to 999.
-            labels: class labels ``[B]``; the number of classes stands for no class.
+            labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
             Losses ``[B]`` float32.
@@ -295,7 +295,7 @@ class FlowProcess(NoiseProcess):
             clean: clean samples ``[B, C, H, W]``.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
-            labels: class labels ``[B]``; the number of classes stands for no class.
+            labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
             Losses ``[B]`` float32.

@@ -1,9 +1,9 @@
 """MHLA language model without an output head, and the classes that it shares with the other MHLA language models.
 
 The models have the interface of Hugging Face transformers, and run on :class:`lightning_mhla.Backbone`.
-
-The module is longer than others because the arguments of the forward pass are documented in it.
 """
+
+# Longer than other modules because the arguments of the forward pass are documented in it.
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""Data modules for text: Python's standard library, Hugging Face data sets and local files, and token shards.
+"""Data modules for text: Python's standard library, Hugging Face data sets and local files, and token shards."""
 
-The module is longer than others because the options of three data modules are documented in it.
-"""
+# Longer than other modules because the options of three data modules are documented in it.
 
 from __future__ import annotations
 

@@ -144,7 +144,9 @@ def layers(parser: ArgumentParser) -> Run:
     attention in all others. It then proposes ``layer_kinds`` for a hybrid model, which keeps softmax attention in the layers
     that add most to the loss. ``--keep`` sets their share. Run the command after the layer-wise steps of distillation.
     """
-    parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder of a model whose attention was replaced")
+    parser.add_argument(
+        "checkpoint", type=Path, help="checkpoint or run folder of a model whose attention was replaced"
+    )
     parser.add_argument("--keep", type=float, default=0.25, help="share of layers to keep (default: 0.25)")
     parser.add_argument("--batches", type=int, default=16, help="batches of validation data (default: 16)")
     parser.add_argument("--accelerator", default="auto", help="cpu, gpu, ... (default: auto)")

@@ -1,7 +1,6 @@
-"""Command-line tools that convert data to shards, such as ``lightning prepare images`` and ``lightning prepare text``.
+"""Command-line tools that convert data to shards, such as ``lightning prepare images`` and ``lightning prepare text``."""
 
-This module is longer than others because it contains all of these commands, each a function with its options.
-"""
+# Longer than other modules because it contains all of these commands, each a function with its options.
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ output of a run is written to ``output.txt`` in its folder, and the sweep prints
 a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the end, all
 runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png`` are
 written to the folder of the sweep. A sweep of SLURM jobs does so when all of its jobs have finished.
-
-This module is longer than others because it runs, submits, resumes and reports a sweep.
 """
+
+# Longer than other modules because it runs, submits, resumes and reports a sweep.
 
 from __future__ import annotations
 
