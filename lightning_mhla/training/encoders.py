@@ -118,7 +118,7 @@ class LinearizedEncoder(TrainingModule):
                 layers.
             train: part of the model that is trained after the first ``distillation.layer_steps`` steps: ``"all"``,
                 ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
-            lora: rank and alpha of the adapters for ``train="lora"``.
+            lora: rank, alpha and dropout of the adapters for ``train="lora"``.
             network: description of the encoder, see :func:`describe_encoder`; None to read it from ``pretrained``.
 
         Raises:
@@ -140,7 +140,7 @@ class LinearizedEncoder(TrainingModule):
         if self.pooling == "head":
             self.library.head(self.network)  # raises an error if there is none
         swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
-        choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+        choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
         for name, parameter in self.network.named_parameters():
             if name.startswith(self.library.unused) or name.endswith("mask_token"):
                 parameter.requires_grad_(False)

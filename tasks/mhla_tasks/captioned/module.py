@@ -54,7 +54,7 @@ class CaptionedDiffusion(GenerativeModule):
             latents; null if it works on pixels.
         train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
             the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
-        lora: rank and alpha of the low-rank adapters.
+        lora: rank, alpha and dropout of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
         pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
@@ -134,12 +134,11 @@ class CaptionedDiffusion(GenerativeModule):
         self.network = build_transformer(
             self.host, self.shape, as_dataclass(AttentionConfig, attention), layer_kinds, cross
         )
-        choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+        choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
         if self.training_options.checkpointing:
             self.network.enable_gradient_checkpointing()
-        self.pretrained = pretrained
+        self.pretrained = self._pretrained = pretrained
         self._writer = self.writer_kind(output)
-        self._started = False
         self.distillation = as_dataclass(DistillationConfig, distillation)
         self.linearization = Linearization(self.distillation, VelocityHost(self.velocity))
         self._empty: Tensor | None = None
@@ -185,7 +184,7 @@ class CaptionedDiffusion(GenerativeModule):
         """Load the text encoder and the autoencoder, and check that samples can be drawn.
 
         Args:
-            sampling: sampler options; None to use the module's own options.
+            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
 
         Raises:
             ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
@@ -209,7 +208,7 @@ class CaptionedDiffusion(GenerativeModule):
             prompts: prompt of each of the B samples.
             indices: index of each sample, which determines its noise.
             seed: random seed, the same for all samples.
-            sampling: sampler options; None to use the module's own options.
+            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
 
         Returns:
             Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]`` with F frames, uint8.
@@ -242,12 +241,9 @@ class CaptionedDiffusion(GenerativeModule):
     def layers(self) -> list[nn.Module]:
         return list(getattr(self.network, "blocks", None) or self.network.transformer_blocks)
 
-    def configure_model(self) -> None:
-        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
-        if self.pretrained is not None and not self._started:
-            load_weights(self.network, self.pretrained, self.host)
-        self._started = True
-        super().configure_model()
+    @override
+    def start_from(self, pretrained: str) -> None:
+        load_weights(self.network, pretrained, self.host)
 
     @override
     def prediction_callbacks(self) -> list[Callback]:

@@ -107,11 +107,8 @@ class ImageClassifier(Classifier):
     def layers(self) -> list[nn.Module]:
         return self.network.layers
 
-    def configure_model(self) -> None:
-        """Load the pretrained weights, if any, then compile and shard the network if the options require it."""
-        if self._pretrained is not None:
-            source = read_ravlt(self._pretrained) if isinstance(self.network, VLT) else None
-            source = source or read_pretrained(self._pretrained)
-            adopt(self.network, source, self._pretrained, heads=("head.",), positions=("position",))
-            self._pretrained = None  # Lightning calls this hook again for each stage; trained weights must stay
-        super().configure_model()
+    @override
+    def start_from(self, pretrained: str) -> None:
+        source = read_ravlt(pretrained) if isinstance(self.network, VLT) else None
+        source = source or read_pretrained(pretrained)
+        adopt(self.network, source, pretrained, heads=("head.",), positions=("position",))

@@ -93,7 +93,7 @@ class TimmClassifier(Classifier):
             self.network.set_grad_checkpointing(True)
         if attention is not None:
             swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
-            choose_trained(self.network, train, as_dataclass(LoraOptions, lora))
+            choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
         elif layer_kinds is not None or train != "all" or self.distillation != TransferOptions():
             raise ValueError(
                 "layer_kinds, train and distillation are for a model whose attention is replaced: give attention"
@@ -125,11 +125,8 @@ class TimmClassifier(Classifier):
         return list(self.network.blocks)
 
     @override
-    def configure_model(self) -> None:
-        if self._pretrained is not None:
-            give_weights(self.network, self._weights(self._pretrained), self._pretrained)
-            self._pretrained = None
-        super().configure_model()
+    def start_from(self, pretrained: str) -> None:
+        give_weights(self.network, self._weights(pretrained), pretrained)
 
     def read_teacher(self, path: str) -> Any:
         """Build the timm model with its original attention, and load weights into it.

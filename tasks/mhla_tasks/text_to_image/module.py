@@ -45,7 +45,7 @@ class TextToImage(CaptionedDiffusion):
             on latents; null if it works on pixels.
         train: parameters to train: "all"; "attention" for the new attention layers with their projections; "new" for only
             the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
-        lora: rank and alpha of the low-rank adapters.
+        lora: rank, alpha and dropout of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
         pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
@@ -145,7 +145,7 @@ class TextToImage(CaptionedDiffusion):
         Args:
             indices: index of each image, which also determines its noise.
             seed: random seed, the same for all images.
-            sampling: sampler options; None to use the module's own options.
+            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
 
         Returns:
             Images ``[B, C, H, W]`` uint8.

@@ -39,7 +39,7 @@ class VideoDiffusion(CaptionedDiffusion):
             latents; null if it works on pixels.
         train: parameters to train: "all"; "attention" for the replaced attention layers with their projections; "new" for only
             the parameters that the replacement added; or "lora" for these parameters and low-rank adapters of the projections.
-        lora: rank and alpha of the low-rank adapters.
+        lora: rank, alpha and dropout of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
         pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
