@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -23,7 +22,7 @@ from lightning_mhla.callbacks.maps import draw_attention, draw_frames, draw_matr
 from lightning_mhla.callbacks.recovery import is_leaving
 from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.system.figures import save_figure
+from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.lightning_private import prepared_batch
 from lightning_mhla.system.numbers import plural
@@ -127,7 +126,7 @@ class AttentionPictures(Callback):
         self._watch(pl_module)
 
     def _watch(self, module: LightningModule) -> None:
-        """Register hooks that capture the attention of each layer that is small enough."""
+        """Register hooks that capture the attention of each layer with at most ``max_tokens`` tokens."""
         self._weights, self._mixing, self._layouts = {}, {}, {}
         self._hooks = [
             layer.register_forward_pre_hook(partial(self._capture, number), with_kwargs=True)
@@ -230,9 +229,11 @@ class AttentionPictures(Callback):
         step = trainer.global_step
         self._drawn_step = step
         if trainer.is_global_zero and self._weights:
-            self._save(trainer, "attention", *self._draw_weights(batch, step))
+            figure, caption = self._draw_weights(batch, step)
+            log_figure(trainer, figure, "attention", self._folder, caption)
             if self._mixing:
-                self._save(trainer, "mixing", *draw_mixing(self._mixing, self._layouts, step))
+                figure, caption = draw_mixing(self._mixing, self._layouts, step)
+                log_figure(trainer, figure, "mixing", self._folder, caption)
         self._weights, self._mixing = {}, {}
 
     def _draw_weights(self, batch: Any, step: int) -> tuple[Figure, str]:
@@ -245,12 +246,6 @@ class AttentionPictures(Callback):
             return draw_attention(self._weights, self._layouts, sample, step)
         return draw_frames(self._weights, layout, sample, step)
 
-    def _save(self, trainer: Trainer, name: str, figure: Figure, caption: str) -> None:
-        save_figure(figure, self._folder / f"{name}-step{trainer.global_step:07d}.png", caption)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure(name, figure, trainer.global_step)
-
 
 def _shares_sequences(module: Any) -> bool:
     """Return whether the processes split each sequence among them, so that no process has a complete attention matrix."""
@@ -258,9 +253,9 @@ def _shares_sequences(module: Any) -> bool:
 
 
 def _first_validation_batch(trainer: Trainer, module: LightningModule) -> Any:
-    """Return the first batch of the first validation loader, as Lightning passes it to the validation step, or None.
+    """Return the first batch of the first validation loader, as Lightning passes it to the validation step.
 
-    Every process must call this function.
+    If there is no loader, or the loader has no batch, return None. Every process must call this function.
     """
     if trainer.val_dataloaders is None:  # a run whose validations would come later has not created the loader
         trainer.validating = True

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from rich.progress import track
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import Ticket, evaluation_batches, kept_random_state
-from lightning_mhla.system.figures import save_figure
+from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
@@ -200,10 +199,7 @@ class SampleGrid(PeriodicEvaluation):
             f"Samples ({self.name}) at step {step:,}, guidance {guidance:g}. {rows}Look for samples that belong to their "
             "class, and for differences within a class: samples that are all alike mean that the model repeats itself."
         )
-        save_figure(figure, folder / "pictures" / f"{self.name}-step{step:07d}.png", caption)
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure(self.name, figure, step)
+        log_figure(trainer, figure, self.name, folder / "pictures", caption)
 
     def _sampling(self, module: ImageGenerator) -> Any:
         return module.sampling if self.sampling is None else as_dataclass(type(module.sampling), self.sampling)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning import Trainer
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -86,6 +87,24 @@ def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
     figure.savefig(path, **options)
     with _dark_colors(figure):
         figure.savefig(dark, **options)
+
+
+def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, caption: str) -> None:
+    """Write a figure to a file such as ``NAME-step0001000.png``, as :func:`save_figure` does, and log it to TensorBoard.
+
+    Args:
+        trainer: trainer that runs, whose ``global_step`` is recorded.
+        figure: figure to log.
+        name: beginning of the file name, and tag of the figure in TensorBoard.
+        folder: folder of the file.
+        caption: text that says what the figure shows, and what to look for.
+    """
+    from lightning.pytorch.loggers import TensorBoardLogger  # slow to import, and other pictures need no logger
+
+    save_figure(figure, folder / f"{name}-step{trainer.global_step:07d}.png", caption)
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_figure(name, figure, trainer.global_step)
 
 
 @contextmanager

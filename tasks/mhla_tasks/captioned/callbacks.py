@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from lightning import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor
 
 from lightning_mhla.callbacks import PeriodicEvaluation
@@ -17,9 +16,6 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.folders import run_folder
 from mhla_tasks.captioned.module import CaptionedDiffusion
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 class DrawnSamples(PeriodicEvaluation):
@@ -116,16 +112,3 @@ class DrawnSamples(PeriodicEvaluation):
                 f"{type(self).__name__} draws from a {self.module_class.__name__}, not from a {type(module).__name__}"
             )
         return module
-
-
-def log_figure(trainer: Trainer, name: str, figure: Figure) -> None:
-    """Log a Matplotlib figure to all TensorBoard loggers of a trainer.
-
-    Args:
-        trainer: trainer whose ``global_step`` is logged with the figure.
-        name: tag of the figure in TensorBoard.
-        figure: figure to log.
-    """
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure(name, figure, trainer.global_step)

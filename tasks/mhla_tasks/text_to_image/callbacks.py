@@ -11,9 +11,9 @@ from lightning import Trainer
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_mhla.system.figures import save_figure
+from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.files import write_whole
-from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
+from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
 from mhla_tasks.text_to_image.module import TextToImage
@@ -58,14 +58,13 @@ class ImagePictures(DrawnSamples):
             samples: images ``[n, C, H, W]`` uint8 on the CPU, one for each prompt.
             folder: log folder of the training run.
         """
-        pictures, step = folder / "pictures", trainer.global_step
+        step = trainer.global_step
         figure = draw_captioned(list(zip(self.prompts, samples, strict=True)), f"step {step:,}")
         caption = (
             f"Images drawn from captions at step {step:,}, from the same noise at every step. Look for what the caption names: "
             "objects, colors, counts and positions."
         )
-        save_figure(figure, pictures / f"images-step{step:07d}.png", caption)
-        log_figure(trainer, "images", figure)
+        log_figure(trainer, figure, "images", folder / "pictures", caption)
 
 
 class SceneScores(ImagePictures):

@@ -7,8 +7,8 @@ from pathlib import Path
 from lightning import Trainer
 from torch import Tensor
 
-from lightning_mhla.system.figures import save_figure
-from mhla_tasks.captioned.callbacks import DrawnSamples, log_figure
+from lightning_mhla.system.figures import log_figure
+from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.video.module import VideoDiffusion
 from mhla_tasks.video.strips import draw_strips, write_animation
@@ -61,9 +61,8 @@ class ClipPictures(DrawnSamples):
             f"Clips drawn from captions at step {step:,}, from the same noise at every step; a row shows the frames of a clip. "
             "Look for objects that keep their shape from frame to frame, and for the motion that the caption names."
         )
-        save_figure(figure, pictures / f"clips-step{step:07d}.png", caption)
+        log_figure(trainer, figure, "clips", pictures, caption)
         moving = (
             f"Clips in motion at step {step:,}, in the order of the prompts. Look for objects that keep their shape."
         )
         write_animation(pictures / f"clips-step{step:07d}.gif", samples, module.sampling.fps, moving)
-        log_figure(trainer, "clips", figure)

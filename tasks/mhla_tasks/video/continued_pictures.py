@@ -12,10 +12,9 @@ from lightning_mhla.callbacks import PeriodicEvaluation
 from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.system.figures import save_figure
+from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.sharding import gathered_weights
-from mhla_tasks.captioned.callbacks import log_figure
 from mhla_tasks.video.bouncing import BouncingDigits
 from mhla_tasks.video.continuation import VideoContinuation
 from mhla_tasks.video.data import VideoFolders, VideoShards
@@ -99,17 +98,16 @@ class ContinuationPictures(PeriodicEvaluation):
     def _keep(
         self, trainer: Trainer, module: VideoContinuation, truth: list[Tensor], clips: list[Tensor], folder: Path
     ) -> None:
-        name = f"continued-step{trainer.global_step:07d}"
         figure = draw_continuations(truth, clips, module.start, module.frames)
         caption = (
             f"Held-out clips continued at step {trainer.global_step:,}, each below the true clip. The first {module.start} "
             f"frames are copied; training clips have {module.frames} frames. Look for objects that keep their shape and path "
             "after that."
         )
-        save_figure(figure, folder / f"{name}.png", caption)
+        log_figure(trainer, figure, "continued", folder, caption)
         moving = f"The same clips in motion at step {trainer.global_step:,}, truth on the left."
-        write_animation(folder / f"{name}.gif", side_by_side(truth, clips), module.sampling.fps, moving)
-        log_figure(trainer, "continued", figure)
+        animation = folder / f"continued-step{trainer.global_step:07d}.gif"
+        write_animation(animation, side_by_side(truth, clips), module.sampling.fps, moving)
         errors = [
             relative_errors(clip[: len(true)], true)[module.start :] for clip, true in zip(clips, truth, strict=True)
         ]
