@@ -65,7 +65,35 @@ class FrozenVAE:
         raise FileNotFoundError(f"vae {self.path} is neither a folder nor a model on the hub ({reason})") from failed
 
 
-class LatentCodec(FrozenVAE):
+class ScaledVAE(FrozenVAE):
+    """Base class of codecs between images and latents that are multiplied by the scaling factor in the VAE's configuration."""
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        """Convert latents back to images.
+
+        Args:
+            latents: batch of latents ``[B, C, h, w]``, multiplied by the scaling factor, with C channels and h x w positions.
+
+        Returns:
+            Images ``[B, 3, H, W]`` float32 with values from about -1 to 1.
+        """
+        model = self.model(latents.device)
+        scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
+        # Autocast would use half precision, in which the activations of some VAEs overflow.
+        with torch.autocast(latents.device.type, enabled=False):
+            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
+
+    def scale(self, device: torch.device) -> float:
+        """Return the scaling factor in the VAE's configuration, by which latents are multiplied after encoding.
+
+        Args:
+            device: device to which the VAE is moved.
+        """
+        return float(self.model(device).config.scaling_factor)
+
+
+class LatentCodec(ScaledVAE):
     """Codec between images and latents that uses diffusers' VAE class ``AutoencoderKL``.
 
     Args:
@@ -88,7 +116,6 @@ class LatentCodec(FrozenVAE):
             latents of s x s positions.
         """
         model = self.model(images.device)
-        # Autocast would use half precision, in which the activations of some VAEs overflow.
         with torch.autocast(images.device.type, enabled=False):
             posteriors = [model.encode(part).latent_dist for part in images.float().split(CHUNK)]
         return torch.cat([torch.cat([posterior.mean, posterior.std], 1) for posterior in posteriors])
@@ -104,30 +131,6 @@ class LatentCodec(FrozenVAE):
             Latents ``[B, C, s, s]`` float32, with C channels and s x s positions.
         """
         return draw_latents(self.moments(images), self.scale(images.device), noise)
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Convert latents back to images.
-
-        Args:
-            latents: batch of latents ``[B, C, s, s]``, multiplied by the VAE's scaling factor as :meth:`encode` returns them,
-                with C channels and s x s positions.
-
-        Returns:
-            Images ``[B, 3, S, S]`` float32 with values from about -1 to 1.
-        """
-        model = self.model(latents.device)
-        scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
-        with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
-
-    def scale(self, device: torch.device) -> float:
-        """Return the scaling factor in the VAE's configuration, by which latents are multiplied after encoding.
-
-        Args:
-            device: device to which the VAE is moved.
-        """
-        return float(self.model(device).config.scaling_factor)
 
 
 class ClipCodec(FrozenVAE):
@@ -226,7 +229,7 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
     return (mean + deviation * (torch.randn_like(mean) if noise is None else noise)) * scale
 
 
-class ImageCodec(FrozenVAE):
+class ImageCodec(ScaledVAE):
     """Codec between images and latents that uses SANA's deep compression autoencoder, ``AutoencoderDC`` (arXiv 2410.10733).
 
     Args:
@@ -254,23 +257,7 @@ class ImageCodec(FrozenVAE):
         self.latent_size(*images.shape[2:])
         with torch.autocast(images.device.type, enabled=False):
             latents = torch.cat([model.encode(part).latent for part in images.float().split(CHUNK)])
-        return latents * model.config.scaling_factor
-
-    @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        """Convert latents back to images.
-
-        Args:
-            latents: batch of latents ``[B, C, h, w]``, scaled as :meth:`encode` returns them, with C channels and h x w
-                positions.
-
-        Returns:
-            Images ``[B, 3, H, W]`` float32 with values from about -1 to 1.
-        """
-        model = self.model(latents.device)
-        scaled = (latents.float() / model.config.scaling_factor).to(model.dtype)
-        with torch.autocast(latents.device.type, enabled=False):
-            return torch.cat([model.decode(part).sample.float() for part in scaled.split(CHUNK)])
+        return latents * self.scale(images.device)
 
     def latent_size(self, height: int, width: int) -> tuple[int, int]:
         """Return the number of rows and columns of an image's latents.

@@ -199,17 +199,6 @@ class _ShardsOrFolders(ShardSets):
 
     @override
     def class_folder(self, stage: str) -> Path | None:
-        return image_folder(self.locations[stage])
-
-
-def image_folder(location: str | list[str]) -> Path | None:
-    """Return the path of a data location if it is a folder of images.
-
-    Args:
-        location: folder of images, or the location of shards: a folder, a glob, a brace pattern, a URL, or a list of these.
-
-    Returns:
-        Path of the folder of images; None if the location refers to shards.
-    """
-    folder = Path(location) if isinstance(location, str) else None
-    return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None
+        location = self.locations[stage]
+        folder = Path(location) if isinstance(location, str) else None
+        return folder if folder is not None and folder.is_dir() and not holds_shards(folder) else None
