@@ -70,6 +70,7 @@ class CausalLanguageModel(TrainingModule):
             ValueError: if a network from transformers is not causal or does not support ``context`` tokens.
         """
         self.network, self.context, self.generation = network, context, generation
+        self.network.generation_config.update(**self.sampling_settings())
         if isinstance(network, MHLAForCausalLM):
             network.backbone.checkpointing = self.training_options.checkpointing
         else:
@@ -79,6 +80,15 @@ class CausalLanguageModel(TrainingModule):
         self.tokenizer: Any = None
         self._tokenizer_files: PackedFiles = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
+
+    def sampling_settings(self) -> dict[str, Any]:
+        """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
+
+        With these settings, the commands ``generate`` and ``chat`` and an exported model sample in the same way. The options
+        ``max_new_tokens`` and ``control_tokens`` are left out, because they do not affect the choice of tokens.
+        """
+        unset = dict.fromkeys(("temperature", "top_k", "top_p"))  # those of an earlier configuration
+        return {**unset, **self.generation.sampling()}
 
     @override
     def layers(self) -> list[nn.Module]:
@@ -191,7 +201,8 @@ class CausalLanguageModel(TrainingModule):
         """Compute and log the mean cross-entropy of predicting the next token, in nats.
 
         Returns:
-            Scalar loss for the backward pass. Under sequence parallelism, it is weighted by this process's share of the tokens.
+            Scalar loss for the backward pass. If processes may have different numbers of targets (under sequence parallelism
+            or with ``target_mask``), it is weighted by this process's share of them.
         """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
@@ -203,14 +214,14 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def _balanced(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Weight and log the loss of targets whose number differs from process to process.
+        """Log the loss, and weight it by the number of targets of this process, which differs from process to process.
 
         Args:
             loss: mean over the targets of this process, a scalar.
             targets: targets of this process, ``[B, N]`` int64; -100 is ignored.
 
         Returns:
-            The loss with a weight, so that its average over the processes is the mean over the targets of all processes.
+            The weighted loss. Its average over the processes is the mean over the targets of all processes.
         """
         mean = loss.detach()
         if self.trainer.world_size > 1:
@@ -267,9 +278,13 @@ class CausalLanguageModel(TrainingModule):
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
         ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts, self.generation.control_tokens))
-        options = {"pad_token_id": pad_token(self.tokenizer), **self.generation.for_generate()}
+        options = {"pad_token_id": pad_token(self.tokenizer), **self.continuation_options()}
         tokens = self.network.generate(ids, attention_mask=mask, **options)
         return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
+
+    def continuation_options(self) -> dict[str, Any]:
+        """Return the keyword arguments of transformers' ``generate`` with which predict continues prompts."""
+        return self.generation.for_generate()
 
     @property
     def flops_per_token(self) -> float:
@@ -346,7 +361,12 @@ class CausalLanguageModel(TrainingModule):
         return share
 
     def _targets(self, batch: dict[str, Any], share: SequenceShare | None) -> Tensor:
-        """Return the targets of this process, ``[B, N]`` int64; -100 is ignored."""
+        """Return the target tokens that this process computes losses of, ``[B, N]`` int64; -100 is ignored.
+
+        Args:
+            batch: batch with the entries that :func:`inputs_and_targets` reads.
+            share: part of each sequence that this process computes; None for complete sequences.
+        """
         _, targets = inputs_and_targets(batch)
         return targets if share is None else share.of(targets)
 
@@ -381,8 +401,8 @@ def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
     Args:
         batch: dict with the entry ``tokens``. If it also has ``labels``, both are ``[B, N]`` int64, and the labels are the
-            targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it;
-            with the entry ``target_mask``, ``[B, N]`` bool, only where this is True.
+            targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it.
+            The optional entry ``target_mask``, ``[B, N]`` bool, is False for targets that the loss does not count.
 
     Returns:
         Input tokens and targets, each ``[B, N]`` int64. Targets that the loss does not count are -100.

@@ -19,7 +19,7 @@ from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
-from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.prompts import GenerationOptions, sampling_options
 from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import pad_token
 
@@ -43,6 +43,7 @@ def chat(
         device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
 
     Raises:
+        FileNotFoundError: if there is no such model, or it has no tokenizer.
         ValueError: if the options contradict each other, or the chat template rejects the messages.
     """
     set_seed(seed)
@@ -88,7 +89,10 @@ class Chat:
         sampling: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.count, self.sampling = count, _settings(model, {**sampling, "max_new_tokens": count})
+        self.count, self.sampling = (
+            count,
+            GenerationOptions(count, **sampling_options(model.generation_config, sampling)).sampling(),
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -156,27 +160,6 @@ class Chat:
         listed = end_tokens if isinstance(end_tokens, list) else [end_tokens]
         stops = {*listed, self.tokenizer.eos_token_id, *self.conversation.stops} - {None}
         return sorted(stops)
-
-
-def _settings(model: PreTrainedModel, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Build the sampling arguments for transformers' ``generate``, without ``max_new_tokens``.
-
-    Options that the user has set take precedence. Missing ones come from the model's generation settings, and then from the
-    defaults of :class:`GenerationOptions`.
-
-    Args:
-        model: causal language model.
-        requested: options that the user has set, such as ``temperature``.
-
-    Raises:
-        ValueError: if an option is out of range.
-    """
-    model_settings = model.generation_config
-    names = ("temperature", "top_k", "top_p")
-    saved = {name: getattr(model_settings, name, None) for name in names} if model_settings.do_sample else {}
-    chosen = {name: value for name, value in {**saved, **requested}.items() if value is not None}
-    options = GenerationOptions(**chosen).for_generate()
-    return {name: value for name, value in options.items() if name != "max_new_tokens"}
 
 
 def _bytes(cache: Any) -> int:

@@ -10,7 +10,7 @@ from transformers import set_seed
 from lightning_mhla.system.processes import process_device
 from mhla_tasks.language.export import load_model
 from mhla_tasks.language.networks import longest
-from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.prompts import GenerationOptions, sampling_options
 from mhla_tasks.language.streaming import TextPrinter
 from mhla_tasks.language.tokenizer import left_padded
 
@@ -29,14 +29,19 @@ def continue_prompts(
         path: path of a checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
-        sampling: options of :class:`GenerationOptions` except ``max_new_tokens``.
+        sampling: options of :class:`GenerationOptions` except ``max_new_tokens``; None for those saved with the model.
         seed: seed of sampling.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
+
+    Raises:
+        FileNotFoundError: if there is no such model, or it has no tokenizer.
+        ValueError: if an option is out of range, or a prompt has no tokens or is too long.
     """
     set_seed(seed)
     model, tokenizer = load_model(path)
     torch_device = process_device(device)
     model = model.to(torch_device)
+    chosen = sampling_options(model.generation_config, sampling)
     for text in _prompts(prompt):
         ids, mask = (x.to(torch_device) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
         new_tokens = count
@@ -45,7 +50,7 @@ def continue_prompts(
             new_tokens = LONGEST
             if limit is not None:  # the last new token is not an input
                 new_tokens = max(1, min(LONGEST, limit - ids.shape[1] + 1))
-        options = GenerationOptions(new_tokens, **sampling).for_generate()
+        options = GenerationOptions(new_tokens, **chosen).for_generate()
         streamer = TextPrinter(tokenizer, skip_prompt=False)
         model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
 

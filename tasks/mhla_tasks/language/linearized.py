@@ -7,6 +7,7 @@ section 3).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import logits_cross_entropy
 from mhla_tasks.language.networks import build_network
-from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.prompts import GenerationOptions, sampling_options
 
 WINDOW = AttentionConfig(
     kind="mhla_window",
@@ -62,7 +63,8 @@ class LinearizedModel(CausalLanguageModel):
         lora: rank, alpha and dropout of the LoRA adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
-        generation: options for continuing prompts in predict.
+        generation: options for continuing prompts in predict. With the defaults of temperature, top_k, top_p and beams, tokens
+            are sampled with the settings of the original model.
         network: configuration of the model, which is read from pretrained; do not set it.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """
@@ -96,6 +98,21 @@ class LinearizedModel(CausalLanguageModel):
         swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         self.take(model, context, as_dataclass(GenerationOptions, generation))
         choose_trained(model, train, as_dataclass(LoraOptions, lora))
+
+    @override
+    def sampling_settings(self) -> dict[str, Any]:
+        """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
+
+        The result is empty if ``generation`` has its default values. The network then keeps the settings of the original model.
+        """
+        return {} if self.generation.sampling() == GenerationOptions().sampling() else super().sampling_settings()
+
+    @override
+    def continuation_options(self) -> dict[str, Any]:
+        if self.sampling_settings():
+            return super().continuation_options()
+        options = sampling_options(self.network.generation_config, {})
+        return replace(self.generation, **options).for_generate()
 
     @override
     def use_tokenizer(self, tokenizer: Any) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning import Callback, LightningModule, Trainer
+from transformers import GenerationConfig
 
 from lightning_mhla.data.lines import has_surrogates
 from lightning_mhla.system.files import write_whole
@@ -54,11 +55,40 @@ class GenerationOptions:
 
     def for_generate(self) -> dict[str, Any]:
         """Return the generation options as keyword arguments of transformers' ``generate``."""
-        common = {"max_new_tokens": self.max_new_tokens, "num_beams": self.beams}
+        return {"max_new_tokens": self.max_new_tokens, **self.sampling()}
+
+    def sampling(self) -> dict[str, Any]:
+        """Return the options that determine the choice of tokens, as keyword arguments of transformers' ``generate``.
+
+        They are all generation options except ``max_new_tokens`` and ``control_tokens``.
+        """
         if not self.temperature:
-            return {**common, "do_sample": False}
+            return {"num_beams": self.beams, "do_sample": False}
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
-        return {**common, "do_sample": True, **sampling}
+        return {"num_beams": self.beams, "do_sample": True, **sampling}
+
+
+def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
+    """Return temperature, top_k and top_p for a model: the values that the user sets, or else those saved with the model.
+
+    With saved values alone, tokens are sampled as by transformers' ``generate``. A model whose settings do not say whether to
+    sample is sampled with the defaults of :class:`GenerationOptions`.
+
+    Args:
+        saved: generation settings of the model.
+        requested: options that the user sets, by name; None for those that are not set.
+
+    Returns:
+        Arguments of :class:`GenerationOptions`.
+    """
+    overrides = {name: value for name, value in requested.items() if value is not None}
+    if saved.do_sample:
+        values = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # those of transformers
+        values |= {name: value for name in values if (value := getattr(saved, name)) is not None}
+        return {**values, **overrides}
+    if saved.do_sample is False and not {"top_k", "top_p"} & overrides.keys():  # these are of use only for sampling
+        return {"temperature": 0.0, **overrides}
+    return overrides
 
 
 class PromptFile:

@@ -207,17 +207,17 @@ def generate(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--temperature",
         type=float,
-        default=0.8,
-        help="sampling temperature; 0 for the most likely token (default: 0.8)",
+        help="sampling temperature; 0 for the most likely token (default: the value saved with the model, or 0.8)",
     )
     parser.add_argument(
-        "--top_k", type=int, default=50, help="sample from the k most likely tokens; 0 for all (default: 50)"
+        "--top_k",
+        type=int,
+        help="sample from the k most likely tokens; 0 for all (default: the value saved with the model, or 50)",
     )
     parser.add_argument(
         "--top_p",
         type=float,
-        default=1.0,
-        help="sample from the most likely tokens with this total probability (default: 1)",
+        help="sample from the most likely tokens with this total probability (default: the value saved with the model, or 1)",
     )
     parser.add_argument(
         "--control_tokens",
