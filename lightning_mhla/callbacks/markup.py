@@ -22,7 +22,7 @@ STYLE = """
   --panel: #1d2127; --series0: #79b8ff; --series1: #ffab70; --series2: #7ee2a0; --series3: #c9a6ff; --share: 121 184 255 } }
 * { box-sizing: border-box }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 1.2rem auto; padding: 0 1rem;
-  background: var(--page); color: var(--ink) }
+  background: var(--page); color: var(--ink); overflow-wrap: break-word }
 h1 { font-size: 1.4rem; margin: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2rem 0 .3rem }
 h3 { font-size: 1rem; margin: 1rem 0 .3rem } p { margin: .3rem 0 }
 .muted { color: var(--soft) }
@@ -32,6 +32,7 @@ h3 { font-size: 1rem; margin: 1rem 0 .3rem } p { margin: .3rem 0 }
 table { border-collapse: collapse }
 th, td { padding: .2rem .8rem .2rem 0; text-align: left; border-bottom: 1px solid var(--line); vertical-align: top }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums }
+tr.group td { border-bottom: 0; padding-bottom: 0 }
 pre { background: var(--panel); padding: .6rem .8rem; overflow: auto; max-height: 30rem; border-radius: .4rem; margin: .3rem 0 }
 pre.command, pre.sample { white-space: pre-wrap; overflow-wrap: anywhere } pre.command span { display: inline-block }
 summary { cursor: pointer }
@@ -68,7 +69,9 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
   .facts dd { margin-bottom: .35rem } .rail { width: 3.5rem }
   .wide img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) }
   th, td { padding-right: .5rem }
+  td:first-child:not(.n, [colspan]), td:last-child:not(.n) { min-width: 5rem; max-width: 9rem; overflow-wrap: anywhere }
   .matrix td, .matrix th { padding: .1rem; min-width: 1.5rem; font-size: .85rem }
+  .matrix tr > th:first-child { min-width: 4rem; max-width: 6rem; overflow-wrap: anywhere }
 }
 """
 """Style sheet of all pages, for light and dark screens and for phones."""

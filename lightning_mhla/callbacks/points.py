@@ -128,6 +128,7 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
         axis.set_xlabel("optimizer step")
         axis.locator_params("y", min_n_ticks=FEWEST)
         axis.locator_params("x", integer=True, min_n_ticks=1)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
         if len(names) > 1:
             axis.legend()

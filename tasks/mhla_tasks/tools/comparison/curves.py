@@ -6,6 +6,7 @@ have a value.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -35,6 +36,9 @@ DASHES = ((), (6, 3), (2, 3), (8, 3, 2, 3))
 
 MEAN_WIDTH = 2.2
 """Width in pixels of the line of a group's mean."""
+
+CHARACTERS = 68
+"""Characters in a line of the picture's legend for each plot in a row."""
 
 MOST_MARKERS = 40
 """Number of points above which the points of a curve are not marked."""
@@ -83,7 +87,10 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     names = drawn_metrics(groups, metrics)
     if not names:
         raise ValueError("no metric of these runs changes, so there are no curves to draw")
-    figure, axes = make_panels(len(names), 3, (4.6, 3.2), (0, 0.24 * len(groups)))
+    columns = min(len(names), 3)
+    labels = [textwrap.fill(without_controls(legend(group)), CHARACTERS * columns) for group in groups]
+    lines = sum(1 + label.count("\n") for label in labels)
+    figure, axes = make_panels(len(names), columns, (4.6, 3.2), (0, 0.2 + 0.2 * lines))
     formats = figure.canvas.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         raise ValueError(
@@ -100,12 +107,12 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
             if len(group.runs) > 1:
                 for run in group.runs:
                     axis.plot(*_transposed(finite_points(run.points(metric))), linewidth=0.7, alpha=0.5, **style)
-            label = without_controls(legend(group))
-            axis.plot(*_transposed(mean_points(group, metric)), label=label, linewidth=1.6, marker=".", **style)
-        axis.set_title(metric, parse_math=False)
+            axis.plot(*_transposed(mean_points(group, metric)), label=labels[index], linewidth=1.6, marker=".", **style)
+        axis.set_title(textwrap.fill(metric, 40), parse_math=False)
         axis.set_xlabel("optimizer step")
         axis.locator_params("y", min_n_ticks=FEWEST)
         axis.locator_params("x", integer=True, min_n_ticks=1)
+        axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
     key = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
     for text in key.get_texts():

@@ -25,7 +25,8 @@ from mhla_tasks.tools.comparison.table import ARROWS, Cell, Column, Table, tabul
 
 STYLE = """
 :root { color-scheme: light dark; --line: #8886; --paper: #fff; --tint: #8881; --shade: #0003 }
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; background: var(--paper) }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 1.5rem auto; padding: 0 1rem; background: var(--paper);
+  overflow-wrap: break-word }
 h1 { font-size: 1.4rem; margin-bottom: 0; overflow-wrap: anywhere } h2 { font-size: 1.15rem; margin: 2.2rem 0 .5rem }
 h3 { font-size: 1rem; margin: 1.2rem 0 .4rem }
 .muted { opacity: .72 } p { margin: .4rem 0 }
@@ -64,7 +65,11 @@ summary { cursor: pointer; margin: .5rem 0 } ul.remarks { margin: .6rem 0; paddi
   :root { --paper: #14171c; --shade: #fff3 }
   body { color: #e6e8eb } a { color: #79b8ff }
 }
-@media (max-width: 40rem) { .side img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) } }
+@media (max-width: 40rem) {
+  .side img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) }
+  th, td { padding-right: .6rem }
+  .option, .run, tr > .name { min-width: 6rem; max-width: 9rem; white-space: normal; overflow-wrap: anywhere }
+}
 """
 COLORS = f"{color_rules(dark=False)}\n@media (prefers-color-scheme: dark) {{ {color_rules(dark=True)} }}\n"
 """Rules of the style sheet for the colors of groups."""
@@ -271,7 +276,7 @@ def _options(groups: Sequence[Group], marks: Sequence[str]) -> str:
     for key in differing:
         values = [option_text(group.first.options.get(key)) if group.first.options else "unknown" for group in groups]
         rows.append(
-            f"<tr><td>{html_text(key)}{''.join(f'<td class=option>{html_text(value)}' for value in values)}</tr>"
+            f"<tr><td class=name>{html_text(key)}{''.join(f'<td class=option>{html_text(value)}' for value in values)}</tr>"
         )
     heads = "".join(f"<th>{mark}" for mark in marks)
     table = f'<div class="scroll"><table><thead><tr><th>option{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

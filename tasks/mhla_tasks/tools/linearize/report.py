@@ -139,7 +139,12 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     first, *others = head
     lines = [f"<tr><th>{first}{''.join(f'<th class=n>{name}' for name in others)}</tr>"]
     lines += [f"<tr><td>{row[0]}{''.join(f'<td class=n>{cell}' for cell in row[1:])}</tr>" for row in rows]
-    return f'<div style="overflow-x:auto"><table>{"".join(lines)}</table></div>'
+    return _scrolling("".join(lines))
+
+
+def _scrolling(rows: str) -> str:
+    """Return an HTML table that scrolls inside its own box if it is wider than the page."""
+    return f'<div class="scroll"><table>{rows}</table></div>'
 
 
 def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
@@ -152,12 +157,14 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     monitor, _ = MONITORS[source.domain]
     names = [name for name in MEANING if name in results["swapped"]]
     names.sort(key=lambda name: name != monitor)
-    rows = []
+    rows = [f"<tr>{''.join(f'<th class=n>{stage}' for stage in stages)}</tr>"]
     for name in names:
-        title = f"{name.removeprefix('val/')}<br><span class=muted>{MEANING[name]}</span>"
-        rows.append([title, *(_number(values.get(name)) for values in stages.values())])
-    note = "<p class=muted>Swapped: right after the attention was replaced, before any training.</p>"
-    return f"<h2>Quality</h2>{note}{_table(['on held-out data', *stages], rows)}"
+        # The explanation has a row of its own, so that all stages fit on the screen of a phone.
+        title = f"{name.removeprefix('val/')} <span class=muted>({MEANING[name]})</span>"
+        rows.append(f"<tr class=group><td colspan={len(stages)}>{title}</tr>")
+        rows.append(f"<tr>{''.join(f'<td class=n>{_number(values.get(name))}' for values in stages.values())}</tr>")
+    note = "<p class=muted>On held-out data. Swapped: right after the attention was replaced, before any training.</p>"
+    return f"<h2>Quality</h2>{note}{_scrolling(''.join(rows))}"
 
 
 def _number(value: float | None) -> str:
@@ -172,10 +179,11 @@ def _positions(results: Mapping[str, Any]) -> str:
     if "positions" not in results:
         return ""
     values = results["positions"]
-    bounds = values["bounds"]
-    head = ["perplexity by position", *(f"{low:,} to {high:,}" for low, high in itertools.pairwise(bounds))]
-    rows = [[name, *map(_number, values[name])] for name in ("original", "linearized")]
-    return f"<h2>By position</h2>{_table(head, rows)}"
+    models = ("original", "linearized")
+    ranges = [f"{low:,} to {high:,}" for low, high in itertools.pairwise(values["bounds"])]
+    rows = zip(ranges, *(map(_number, values[name]) for name in models), strict=True)
+    note = "<p class=muted>Perplexity of the tokens at these positions of a held-out text.</p>"
+    return f"<h2>By position</h2>{note}{_table(['position', *models], list(rows))}"
 
 
 def _curves(results: Mapping[str, Any]) -> str:
