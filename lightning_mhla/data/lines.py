@@ -199,7 +199,8 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
     Args:
         source: path or URL.
-        longest: maximum number of characters in a line; None for 2**25.
+        longest: maximum number of characters in a line, at least 2**20, the length of a piece that is read at once; None for
+            2**25.
 
     Yields:
         Line without its final ``\n``. A ``\r`` before the ``\n`` is kept.
