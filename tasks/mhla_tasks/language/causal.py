@@ -21,6 +21,7 @@ from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.swap.networks import repeated_layers
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.language.callbacks import TextSamples
+from mhla_tasks.language.lengths import generate_tokens
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import examine, network_loss, training_flops
@@ -279,7 +280,7 @@ class CausalLanguageModel(TrainingModule):
             raise ValueError("the model has no tokenizer; name the data it was trained on (--data), or train it again")
         ids, mask = (x.to(self.device) for x in left_padded(self.tokenizer, prompts, self.generation.control_tokens))
         options = {"pad_token_id": pad_token(self.tokenizer), **self.continuation_options()}
-        tokens = self.network.generate(ids, attention_mask=mask, **options)
+        tokens = generate_tokens(self.network, ids, mask, **options)
         return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
 
     def continuation_options(self) -> dict[str, Any]:

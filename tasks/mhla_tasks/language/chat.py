@@ -18,6 +18,7 @@ from lightning_mhla.system.processes import process_device
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import load_model
+from mhla_tasks.language.lengths import generate_tokens
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions, sampling_options
 from mhla_tasks.language.streaming import TextPrinter
@@ -141,9 +142,10 @@ class Chat:
             cached_ids = self._seen[: self.cache.get_seq_length()]
             if not cached_ids or len(cached_ids) >= len(ids) or ids[: len(cached_ids)] != cached_ids:
                 self.cache = None
-        output = self.model.generate(
-            input_ids=rows,
-            attention_mask=torch.ones_like(rows),
+        output = generate_tokens(
+            self.model,
+            rows,
+            torch.ones_like(rows),
             past_key_values=self.cache,
             streamer=streamer,
             max_new_tokens=reply_limit,

@@ -55,7 +55,11 @@ def encode_texts(
         return []
     with _failures(tokenizer):
         rows: list[list[int]] = tokenizer(
-            list(texts), add_special_tokens=False, split_special_tokens=not read_control_tokens
+            # verbose would warn of texts longer than the tokenizer's model_max_length, which documents may well be.
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not read_control_tokens,
+            verbose=False,
         )["input_ids"]
     if read_control_tokens:
         return rows
@@ -91,7 +95,11 @@ def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
         )
     with _failures(tokenizer):
         encoded = tokenizer(
-            list(texts), add_special_tokens=False, split_special_tokens=False, return_offsets_mapping=True
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
         )
     places = (np.array(offsets, dtype=np.int64).reshape(-1, 2) for offsets in encoded["offset_mapping"])
     return list(zip(encoded["input_ids"], places, strict=True))

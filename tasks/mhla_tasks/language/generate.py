@@ -9,6 +9,7 @@ from transformers import set_seed
 
 from lightning_mhla.system.processes import process_device
 from mhla_tasks.language.export import load_model
+from mhla_tasks.language.lengths import generate_tokens
 from mhla_tasks.language.networks import longest
 from mhla_tasks.language.prompts import GenerationOptions, sampling_options
 from mhla_tasks.language.streaming import TextPrinter
@@ -52,7 +53,7 @@ def continue_prompts(
                 new_tokens = max(1, min(LONGEST, limit - ids.shape[1] + 1))
         options = GenerationOptions(new_tokens, **chosen).for_generate()
         streamer = TextPrinter(tokenizer, skip_prompt=False)
-        model.generate(input_ids=ids, attention_mask=mask, streamer=streamer, **options)
+        generate_tokens(model, ids, mask, streamer=streamer, **options)
 
 
 def _prompts(single_prompt: str | None) -> Iterator[str]:

@@ -15,6 +15,7 @@ from lightning_mhla.attention.rows import padding_last, rows_in_order
 from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.base_model import BackboneOptions, EmbeddedBackbone, MHLABlock, MHLAModel, check_options
 from mhla_tasks.language.config import MHLAConfig
+from mhla_tasks.language.lengths import warn_beyond_context, without_reminder
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.padding import check_tokens, following_tokens, in_graph
 from mhla_tasks.language.state_cache import StateCache
@@ -268,10 +269,12 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         """
         prompt = options.pop("input_ids", None) if inputs is None else inputs
         mask, embedded = options.get("attention_mask"), options.get("inputs_embeds")
+        longest, columns = 0 if embedded is None else embedded.shape[1], 0
         if prompt is not None:
             check_tokens(prompt, self.config.vocab_size)
-            longest = prompt.shape[1] if mask is None else int(mask.sum(1).max())
-            self._check_length(longest, prompt.shape[1], options)
+            columns = prompt.shape[1]
+            longest = columns if mask is None else int(mask.sum(1).max())
+            self._check_length(longest, columns, options)
         if mask is not None and not bool(mask[:, -1].all()):  # new tokens must follow the last real token of each row
             order = padding_last(~mask.bool())
             options["attention_mask"] = mask.gather(1, order)
@@ -280,7 +283,11 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
                 options["inputs_embeds"] = rows_in_order(embedded, order)
             if options.get("position_ids") is not None:
                 options["position_ids"] = options["position_ids"].expand(mask.shape).gather(1, order)
-        return super().generate(prompt, *args, **options)
+        with without_reminder():
+            output = super().generate(prompt, *args, **options)
+        sequences = output if isinstance(output, Tensor) else output.sequences
+        warn_beyond_context(self, longest + sequences.shape[1] - columns - 1)  # the last new token is not an input
+        return output
 
     def _check_length(self, longest: int, columns: int, options: dict[str, Any]) -> None:
         """Raise ValueError if prompt and new tokens together exceed the length that the mixing coefficients cover.

@@ -1,0 +1,99 @@
+"""Warning for texts that are longer than the softmax attention of a model was trained on.
+
+transformers reminds of ``max_position_embeddings`` with every model that has this option, also where all layers have attention
+that keeps its quality at any length.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightning_mhla.swap import swapped_layers
+from lightning_mhla.swap.swapping import host_of
+
+log = logging.getLogger(__name__)
+
+REMINDERS = logging.getLogger("transformers.generation.stopping_criteria")
+"""Logger of transformers' reminder."""
+
+_warned: WeakSet[PreTrainedModel] = WeakSet()
+
+
+def softmax_context(network: PreTrainedModel) -> int | None:
+    """Return the number of tokens that the softmax layers of a model were trained on; None if it has no such layers.
+
+    Softmax attention within a window, as in the kind ``mhla_window``, does not count: its distances do not grow with the text.
+
+    Args:
+        network: causal language model of this package or of transformers, whose attention may have been replaced.
+    """
+    limit: int | None = getattr(network.config, "max_position_embeddings", None)
+    if limit is None:
+        return None
+    if hasattr(network.config, "layer_attention"):
+        kinds = {layer.kind for layer in network.config.layer_attention()}
+        return limit if "softmax" in kinds else None
+    try:
+        layers, new = host_of(network).candidates(network), swapped_layers(network)
+    except ValueError:  # a family whose attention cannot be replaced
+        return limit
+    is_replaced = len(new) == len(layers) and all(layer.kind != "softmax" for layer in new.values())
+    return None if is_replaced else limit
+
+
+def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
+    """Warn, once for each model, if it has read more tokens than its softmax layers were trained on.
+
+    Args:
+        network: causal language model.
+        tokens: number of tokens that the model has read for one text.
+    """
+    limit = softmax_context(network)
+    if limit is None or tokens <= limit or network in _warned:
+        return
+    _warned.add(network)
+    log.warning(
+        "the text has %d tokens, and the softmax layers of the model were trained on at most %d: what it writes after these "
+        "may be worse. Shorten the text, or train with a longer context",
+        tokens, limit,
+    )  # fmt: skip
+
+
+@contextmanager
+def without_reminder() -> Iterator[None]:
+    """Drop transformers' reminder of ``max_position_embeddings``, in place of which :func:`warn_beyond_context` warns."""
+
+    def is_different(record: logging.LogRecord) -> bool:
+        return "exceeded the model's predefined" not in record.getMessage()
+
+    REMINDERS.addFilter(is_different)
+    try:
+        yield
+    finally:
+        REMINDERS.removeFilter(is_different)
+
+
+def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:
+    """Call transformers' ``generate`` with one warning where the softmax layers of the model exceed their context.
+
+    Args:
+        network: causal language model of this package or of transformers.
+        ids: token indices of the prompts, ``[B, N]`` int64.
+        mask: mask of non-padding tokens, ``[B, N]`` int64. The longest prompt has no padding.
+        options: further keyword arguments of ``generate``.
+
+    Returns:
+        The result of ``generate``.
+    """
+    with without_reminder():
+        output = network.generate(input_ids=ids, attention_mask=mask, **options)
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    warn_beyond_context(network, sequences.shape[1] - 1)  # the last new token is not an input
+    return output
