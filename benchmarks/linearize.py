@@ -111,7 +111,7 @@ def build(layers: int, train: Any) -> Any:
     else:
         swap_attention(model, ATTENTION)
         choose_trained(model, train, LoraOptions(8, 16))
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     for parameter in model.parameters():
         if not parameter.requires_grad:
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -260,7 +260,7 @@ def run_row(
         data = batches(stream, options.seed, options.length)
     if options.length > CONTEXT:
         # The activations of all layers for 4,096 tokens do not fit into 16 GB beside the scores.
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         model.train()  # transformers recomputes activations in training mode only; Llama has no dropout
 
     def text_loss(batch: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ class TransformersEncoders(EncoderLibrary):
 
     @override
     def recompute(self, model: Any) -> None:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     @override
     def encode_images(self, model: Any, images: Tensor) -> Tensor:

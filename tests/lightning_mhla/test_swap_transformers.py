@@ -360,7 +360,7 @@ def test_recomputed_layers_give_the_same_gradients() -> None:
     gradients = []
     for recomputed in (False, True):
         if recomputed:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model.zero_grad()
         model(x, attention_mask=mask, labels=x).loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])

@@ -77,7 +77,7 @@ class CausalLanguageModel(TrainingModule):
         else:
             self.plain_head = examine(network, context)
             if self.training_options.checkpointing:
-                network.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                network.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
         self.tokenizer: Any = None
         self._tokenizer_files: PackedFiles = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})

@@ -156,7 +156,7 @@ def test_checkpointing_changes_no_gradient(kind: str) -> None:
     model(IDS, labels=IDS).loss.backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     calls = []
     model.backbone.layers[0].attn.register_forward_pre_hook(lambda *_: calls.append(1))
     model(IDS, labels=IDS).loss.backward()
