@@ -14,8 +14,10 @@ class Conversation:
     """Conversation between a user and a model, stored both as messages and as tokens.
 
     A turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads only the new
-    tokens. All turns are encoded again if the chat template changes earlier ones. The spelling of a control token in a message,
-    such as ``<|im_end|>``, is encoded as plain text. Without a chat template, messages are concatenated.
+    tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their reasoning. The
+    spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text; a template does not see the
+    messages of a conversation with such a spelling, so it cannot omit parts of them. Without a chat template, messages are
+    concatenated.
 
     Args:
         tokenizer: tokenizer of the model.
@@ -62,12 +64,34 @@ class Conversation:
             self.ids += (begin_tokens(self.tokenizer) if not self.ids else []) + encode_texts(self.tokenizer, [text])[0]
             return self.ids
         rendered = self._template.render(self.roles, reply=True)
+        if (changed := self._changed(rendered)) is not None:
+            self.ids = encode_texts(self.tokenizer, [changed], read_control_tokens=True)[0]
+            self._rendered = ""  # the next message encodes the conversation again
+            return self.ids
         if self._rendered and rendered.startswith(self._rendered):
             self.ids = self.ids + self._template.encode(rendered[len(self._rendered) :], self.contents)
-        else:  # the first turn, or a template that changes earlier turns, for example by omitting their reasoning
+        else:  # the first turn, or a template that changes earlier turns by their roles
             self.ids = self._template.encode(rendered, self.contents)
         self._rendered = rendered
         return self.ids
+
+    def _changed(self, rendered: str) -> str | None:
+        """Return the output of the template for the messages themselves if it changes them, such as by omitting reasoning.
+
+        Spaces that a template removes around a message do not count, so that a model need not read earlier turns again.
+
+        Args:
+            rendered: output of the template with placeholders for messages.
+
+        Returns:
+            The output; None if it has the messages as they are, or one of them spells a control token.
+        """
+        if self._template.spelled(self.contents):
+            return None
+        messages = list(zip(self.roles, self.contents, strict=True))
+        output = self._template.render_messages(messages, reply=True)
+        filled = self._template.fill(rendered, self.contents)
+        return None if "".join(output.split()) == "".join(filled.split()) else output
 
     def reply(self, tokens: Sequence[int]) -> str:
         """Add a reply of the model to the conversation.
@@ -81,7 +105,8 @@ class Conversation:
         text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
         self._append("assistant", text)
         self.ids = [*self.ids, *tokens]
-        self._rendered += placeholder(len(self.contents) - 1)
+        if self._rendered:
+            self._rendered += placeholder(len(self.contents) - 1)
         return text
 
     def take_back(self) -> None:

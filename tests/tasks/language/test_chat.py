@@ -111,6 +111,43 @@ def test_a_template_that_changes_earlier_turns_gives_what_the_whole_conversation
         assert reply == (expected[:-1] if expected[-1] in chat._stops() else expected)
 
 
+THOUGHTFUL = (  # as with Qwen 3 and DeepSeek R1: replies before the last question lose their reasoning
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{{ m.content.split('</think>')[-1] | trim }}"
+    "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SHORTENED = CHATML.replace("{{ message.content }}", "{{ message.content | truncate(12, true, '', 0) }}")
+REPLACED = CHATML.replace("{{ message.content }}", "{{ message.content | replace('hm', 'mh') }}")
+
+
+@pytest.mark.parametrize("template", [THOUGHTFUL, SHORTENED, REPLACED], ids=["reasoning", "shortened", "replaced"])
+def test_a_template_that_changes_messages_sees_them(template: str) -> None:
+    tokenizer = make_tokenizer(template)
+    conversation = Conversation(tokenizer)
+    messages = []
+    for text, answer in (
+        ("hello there", "<think>\nhm\n</think>\n\nI am fine"), ("and how are you?", "thanks"), ("hello", "<think></think>a"), ("hm", "b"),
+    ):  # fmt: skip
+        messages.append({"role": "user", "content": text})
+        wanted = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        assert conversation.ask(text) == wanted
+        conversation.reply(tokenizer(answer, add_special_tokens=False)["input_ids"])
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_a_chat_without_earlier_reasoning_gives_what_the_whole_conversation_gives() -> None:
+    tokenizer, model = make_tokenizer(THOUGHTFUL), make_model("mhla").eval()
+    chat = Chat(model, tokenizer, None, 6, {"temperature": 0})
+    chat.conversation.ask("hello there")
+    chat.conversation.reply(tokenizer("<think>\nhm\n</think>\n\nI am fine", add_special_tokens=False)["input_ids"])
+    for turn in ("how are you?", "fine, thanks"):
+        expected_ids = Conversation.ask(copy.deepcopy(chat.conversation), turn)
+        assert "hm" not in tokenizer.decode(expected_ids)
+        expected = greedy(make_model("mhla").eval(), expected_ids, chat._stops(), 6)
+        chat.answer(turn)
+        reply = chat.conversation.ids[len(expected_ids) :]
+        assert reply == (expected[:-1] if expected[-1] in chat._stops() else expected)
+
+
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_control_tokens_that_somebody_types_stay_text(template: str) -> None:
     tokenizer = make_tokenizer(TEMPLATES[template])
