@@ -22,7 +22,7 @@ from lightning_mhla.callbacks.originals import RECORD, original_scores, pretrain
 from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_steps
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, run_folder
+from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, is_trial, run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
 
@@ -165,6 +165,27 @@ class RunReport(Callback):
             (name, rounded(float(value))) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
         ]
         lines.append(("training time", f"{self._seconds():.0f} s, {trainer.global_step} steps"))
+        lines += (
+            [("trial", "fast_dev_run keeps no file")]
+            if is_trial(trainer)
+            else self._paths(trainer, folder, checkpoints)
+        )
+        if (bar := trainer.progress_bar_callback) is not None:
+            bar.teardown(trainer, pl_module, "fit")  # otherwise the bar would stay below the report
+        console = Console(soft_wrap=True, highlight=False)
+        console.rule("result")
+        for name, value in lines:
+            console.print(f"{name:<18} {value}", markup=False)
+
+    def _paths(self, trainer: Trainer, folder: Path, checkpoints: Path) -> list[tuple[str, str]]:
+        """Return the lines of the printed report about files, skipped parts and the next command, each with its heading.
+
+        Args:
+            trainer: trainer of the finished run.
+            folder: folder of the run.
+            checkpoints: folder of its checkpoints.
+        """
+        lines: list[tuple[str, str]] = []
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 best, last = callback.best_model_path, callback.last_model_path
@@ -180,12 +201,7 @@ class RunReport(Callback):
         lines += [("picture", _short(picture)) for picture in pictures]
         lines += [("skipped", part) for part in self._skipped]
         lines += [("next", shown(step.command)) for step in self._next[:1]]
-        if (bar := trainer.progress_bar_callback) is not None:
-            bar.teardown(trainer, pl_module, "fit")  # otherwise the bar would stay below the report
-        console = Console(soft_wrap=True, highlight=False)
-        console.rule("result")
-        for name, value in lines:
-            console.print(f"{name:<18} {value}", markup=False)
+        return lines
 
 
 def versions() -> dict[str, str]:

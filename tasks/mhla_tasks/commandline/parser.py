@@ -203,7 +203,7 @@ class SuiteCLI(LightningCLI):
         if command != "fit":
             sources = [source for source in self.plan.sources if options.run_dir is None or source.typed]
             write_beside_checkpoint(options, command, sources)
-        elif options.run_dir is not None:
+        elif options.run_dir is not None and not options.trainer.fast_dev_run:  # which writes nothing
             self.run_folder = use_run_folder(options)
         start = options.get("model", {}).get("init_args", {})
         if options.ckpt_path and "pretrained" in start:
