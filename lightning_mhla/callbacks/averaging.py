@@ -25,9 +25,14 @@ class ExponentialMovingAverage(Callback):
     Args:
         decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without
             arguments, which is called at each update and returns the number.
+
+    Raises:
+        ValueError: if ``decay`` is a number outside this range.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:
+        if not callable(decay) and not 0 <= decay <= 1:
+            raise ValueError(f"decay={decay} must be a number from 0 to 1")
         self.decay = decay
         self._average: dict[str, Tensor] = {}
         self._updated = 0

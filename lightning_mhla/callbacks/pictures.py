@@ -81,12 +81,15 @@ class AttentionPictures(Callback):
             entry for each pair of tokens.
 
     Raises:
-        ValueError: if ``every_n_epochs`` is less than 1, or ``sample`` is negative.
+        ValueError: if ``every_n_epochs`` or ``max_tokens`` is less than 1, or ``sample`` is negative. In the first validation
+            batch, the sanity check included, if the batch has no sample of this index.
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
         if every_n_epochs < 1 or sample < 0:
             raise ValueError(f"every_n_epochs={every_n_epochs} must be at least 1, and sample={sample} at least 0")
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens={max_tokens} must be at least 1; without the callback, there are no pictures")
         self.every_n_epochs, self.sample, self.max_tokens = every_n_epochs, sample, max_tokens
         self._period = 0
         self._drawn_step = -1
@@ -117,13 +120,28 @@ class AttentionPictures(Callback):
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """Register hooks on the attention layers before the first validation batch, if pictures are to be drawn."""
+        """Register hooks on the attention layers before the first validation batch, if pictures are to be drawn.
+
+        Raises:
+            ValueError: if the first batch has no sample with the index ``sample``.
+        """
+        if batch_idx == dataloader_idx == 0:
+            self._check_sample(batch)
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         not_due = trainer.state.fn == "fit" and period <= self._period
         if batch_idx or dataloader_idx or trainer.sanity_checking or not_due or _shares_sequences(pl_module):
             return
         self._period = period
         self._watch(pl_module)
+
+    def _check_sample(self, batch: Any) -> None:
+        values = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else [batch]
+        count = next((len(value) for value in values if isinstance(value, Tensor) and value.dim()), None)
+        if count is not None and self.sample >= count:
+            raise ValueError(
+                f"sample={self.sample} of AttentionPictures: the first validation batch of a process has "
+                f"{plural(count, 'sample')}; choose 0 to {count - 1}, or a larger batch_size"
+            )
 
     def _watch(self, module: LightningModule) -> None:
         """Register hooks that capture the attention of each layer with at most ``max_tokens`` tokens."""

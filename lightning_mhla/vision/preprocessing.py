@@ -27,6 +27,9 @@ class Preprocessing:
         mean: values to subtract from pixels in [0, 1]: one for each channel, or a single one for all channels.
         std: values by which the pixels are divided after the subtraction: one for each channel, or a single one for all
             channels.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     image_size: int
@@ -38,6 +41,17 @@ class Preprocessing:
     def __post_init__(self) -> None:
         for name in ("mean", "std"):  # values read from JSON are lists
             object.__setattr__(self, name, tuple(getattr(self, name)))
+            if len(getattr(self, name)) not in (1, 3):
+                values = list(getattr(self, name))
+                raise ValueError(f"{name}={values} must have one value for each of 3 colors, or a single one")
+        if self.image_size < 1:
+            raise ValueError(f"image_size={self.image_size} must be at least 1")
+        if self.channels not in (1, 3):
+            raise ValueError(f"channels={self.channels} must be 3, or 1 for grayscale images")
+        if self.crop_share is not None and not 0 < self.crop_share <= 1:
+            raise ValueError(f"crop_share={self.crop_share} must be above 0 and at most 1, which crops nothing")
+        if not all(value > 0 for value in self.std):
+            raise ValueError(f"std={list(self.std)} must be positive, because pixels are divided by it")
 
     @cached_property
     def _transform(self) -> Any:

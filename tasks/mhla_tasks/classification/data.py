@@ -76,6 +76,10 @@ class Mnist(Digits):
     digits = "mnist"
 
 
+INTERPOLATIONS = ("random", "bilinear", "bicubic")
+"""Names of the interpolations for resizing augmented images."""
+
+
 @dataclass(frozen=True)
 class AugmentConfig:
     """Options of timm's augmentation of training images; the defaults are those of the MHLA paper (arXiv 2601.07832).
@@ -102,6 +106,15 @@ class AugmentConfig:
     def __post_init__(self) -> None:
         if self.repeats < 1:
             raise ValueError(f"repeats={self.repeats} must be at least 1")
+        if not 0 < self.min_scale <= 1:
+            raise ValueError(f"min_scale={self.min_scale} must be above 0 and at most 1, the area of the image")
+        if self.color_jitter < 0:
+            raise ValueError(f"color_jitter={self.color_jitter} must not be negative")
+        for name in ("random_erasing", "horizontal_flip"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} is a probability and must be 0 to 1")
+        if self.interpolation not in INTERPOLATIONS:
+            raise ValueError(f"interpolation={self.interpolation!r} is not one of {', '.join(INTERPOLATIONS)}")
 
 
 class ImageNetShards(LabelledShards, ResumableDataModule):
@@ -149,14 +162,10 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         self.num_classes = num_classes
         self.save_hyperparameters(ignore=["predict_dir"])
         keep_plain(self)
-        if channels not in (1, 3):
-            raise ValueError(f"channels={channels} must be 3, or 1 for grayscale images")
-        for name, values in (("mean", mean), ("std", std)):
-            if len(values) not in (1, 3):
-                raise ValueError(f"{name}={list(values)} must have one value for each of 3 colors, or a single one")
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.channels = channels
-        self.image_size, self.crop_share, self.mean, self.std = image_size, crop_share, tuple(mean), tuple(std)
+        self.image_size, self.mean, self.std = image_size, tuple(mean), tuple(std)
+        self._preprocessing = Preprocessing(image_size, channels, crop_share, self.mean, self.std)
         self.augment = as_dataclass(AugmentConfig, augment)
         self.repeats = self.augment.repeats
         self.predict_dir = predict_dir
@@ -171,7 +180,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
     @property
     def preprocessing(self) -> Preprocessing:
         """Preprocessing of images in validation, test and prediction: resizing, central crop and normalization."""
-        return Preprocessing(self.image_size, self.channels, self.crop_share, self.mean, self.std)
+        return self._preprocessing
 
     def _transform(self, train: bool) -> Any:
         if not train:

@@ -6,6 +6,7 @@ import csv
 import io
 import logging
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from lightning_mhla.system.listing import shown, without_controls
 
 log = logging.getLogger(__name__)
 
+COLUMNS = ("path", "predicted")
+"""Headings of the columns before those of the classes."""
+
 
 class PredictionTable(Callback):
     r"""Callback that writes predicted classes and class probabilities to ``predictions.csv`` in the log folder.
@@ -25,7 +29,8 @@ class PredictionTable(Callback):
     The table has one row for each image file, in the order of the files, regardless of the number of processes. The row of a
     file that cannot be decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line breaks are
     written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet would interpret
-    as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix.
+    as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes of the same name, such as the two cranes of
+    ImageNet, have their labels after their names, as in ``crane (134)``.
     """
 
     def __init__(self) -> None:
@@ -51,8 +56,8 @@ class PredictionTable(Callback):
         names: list[str] = pl_module.class_names  # type: ignore[assignment]
         stream = io.StringIO()
         writer = csv.writer(stream)
-        names = [_cell(name) for name in names]
-        writer.writerow(["path", "predicted", *names])
+        names = _distinct([_cell(name) for name in names])
+        writer.writerow([*COLUMNS, *names])
         for index, file in images.items():
             image = _cell(shown(file)) if isinstance(file, Path) else file
             probability = probabilities.get(index)
@@ -68,6 +73,12 @@ class PredictionTable(Callback):
             broken = "are not images that can be decoded, see above"
             cause = "were not read (trainer.limit_predict_batches)" if limited else broken
             log.warning("%d files %s; their rows are empty", len(images) - len(rows), cause)
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Append its label to each class name that occurs twice, or is the name of another column of the table."""
+    counts = Counter([*COLUMNS, *names])
+    return [name if counts[name] == 1 else f"{name} ({label})" for label, name in enumerate(names)]
 
 
 def _cell(name: str) -> str:

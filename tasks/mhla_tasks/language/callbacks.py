@@ -36,9 +36,14 @@ class TokenThroughput(Callback):
     Args:
         peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning lists for the GPU and the
             training precision, if any.
+
+    Raises:
+        ValueError: if ``peak_flops`` is not positive.
     """
 
     def __init__(self, peak_flops: float | None = None) -> None:
+        if peak_flops is not None and peak_flops <= 0:
+            raise ValueError(f"peak_flops={peak_flops} must be positive, or null for the value that Lightning lists")
         self.peak_flops = peak_flops
         self._start, self._tokens = 0.0, 0
 
