@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,13 +41,16 @@ def outputs(arguments: Arguments, dtype: torch.dtype = torch.float32) -> Tensor:
     return out.to(arguments.v.dtype).contiguous()
 
 
-def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: Arguments) -> list[Tensor | None]:
-    """Compute the gradients of the attention operator by autograd in PyTorch, in place of the Triton kernels.
+def gradients(
+    outputs: Callable[[Any], Tensor], gradient: Tensor, needs_gradient: Sequence[bool], arguments: Any
+) -> list[Tensor | None]:
+    """Compute the gradients of an attention operator by autograd in PyTorch, in place of the Triton kernels.
 
     Args:
+        outputs: function that computes the outputs in PyTorch from the arguments of the operator, such as :func:`outputs`.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all coefficients.
-        arguments: arguments of the operator ``torch.ops.mhla.attention``.
+        arguments: arguments of the operator, such as :class:`Arguments`.
 
     Returns:
         Gradients of q, k, v and of each coefficient tensor, in this order; None for each one that is not wanted.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
-from types import ModuleType
 from typing import Any, get_type_hints
 
 import torch
@@ -18,8 +17,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mhla_kernels.blocks import TokenLayout
-from mhla_kernels.triton_backend import fallback, launch
+from mhla_kernels.triton_backend import launch
 from mhla_kernels.triton_backend.call import Arguments, Call
+from mhla_kernels.triton_backend.fallback import gradients, outputs
 from mhla_kernels.verdicts import guarded
 
 SCHEMA_TYPES: dict[Any, str] = {
@@ -47,7 +47,7 @@ def register_attention(
     name: str,
     arguments_class: Any,
     sides: Callable[[Any], tuple[Call, Call]],
-    fallback: ModuleType,
+    fallback: Callable[[Any], Tensor],
     operations: Callable[[Any], int],
 ) -> None:
     """Register a form of attention as the operators ``torch.ops.mhla.{name}`` and ``torch.ops.mhla.{name}_backward``.
@@ -65,7 +65,7 @@ def register_attention(
         arguments_class: named tuple whose first fields are q, k, v and ``coefficients`` (a list). Other tensors and lists of
             tensors follow, then the number ``block_size``, further numbers and options, among them ``guard``.
         sides: function from an object of this class to the calls of the kernels for the queries and for the keys.
-        fallback: module with the functions ``outputs`` and ``gradients``, which compute both operators in PyTorch.
+        fallback: function that computes the outputs in PyTorch, with support for autograd, from an object of this class.
         operations: function that counts the additions and multiplications in the matrix products of a forward pass, from an
             object of this class with shapes in place of tensors.
     """
@@ -78,7 +78,7 @@ def register_attention(
             with torch.cuda.device_of(named.q):
                 return launch.forward(*sides(named))
 
-        out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback.outputs(named))
+        out: Tensor = guarded(named.guard, named.q.device, run, lambda: fallback(named))
         return out
 
     def fake_forward(*arguments: Any) -> Tensor:
@@ -95,10 +95,10 @@ def register_attention(
             with torch.cuda.device_of(named.q):
                 return launch.backward(*sides(named), gradient, needs_gradient)
 
-        gradients = guarded(
-            named.guard, named.q.device, run, lambda: fallback.gradients(gradient, needs_gradient, named)
+        computed = guarded(
+            named.guard, named.q.device, run, lambda: gradients(fallback, gradient, needs_gradient, named)
         )
-        dq, dk, dv, *of_coefficients = _no_missing(gradients, (named.q, named.k, named.v, *named.coefficients))
+        dq, dk, dv, *of_coefficients = _no_missing(computed, (named.q, named.k, named.v, *named.coefficients))
         return dq, dk, dv, of_coefficients
 
     def fake_backward(
@@ -193,4 +193,4 @@ def _sides(arguments: Arguments) -> tuple[Call, Call]:
     return call, call
 
 
-register_attention("attention", Arguments, _sides, fallback, _operations)
+register_attention("attention", Arguments, _sides, outputs, _operations)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from mhla_kernels.features import hide
 from mhla_kernels.mixing import DenseMixing
 from mhla_kernels.problem import Weighting
 from mhla_kernels.triton_backend.cross.call import CrossArguments
-from mhla_kernels.triton_backend.fallback import differentiate
 
 
 def outputs(arguments: CrossArguments, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -47,21 +44,3 @@ def outputs(arguments: CrossArguments, dtype: torch.dtype = torch.float32) -> Te
     else:
         out = attend_cross(problem, "chunked")
     return out.to(arguments.v.dtype).contiguous()
-
-
-def gradients(gradient: Tensor, needs_gradient: Sequence[bool], arguments: CrossArguments) -> list[Tensor | None]:
-    """Compute the gradients of the cross-attention operator by autograd in PyTorch.
-
-    Args:
-        gradient: gradient of the outputs, ``[B, Nq, H, V]``.
-        needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of the matrix.
-        arguments: arguments of the operator ``torch.ops.mhla.cross_attention``.
-
-    Returns:
-        Gradients of q, k, v and of the matrix; None for each one that is not wanted.
-    """
-
-    def run(q: Tensor, k: Tensor, v: Tensor, matrix: Tensor) -> Tensor:
-        return outputs(arguments._replace(q=q, k=k, v=v, coefficients=[matrix]))
-
-    return differentiate(run, (*arguments[:3], *arguments.coefficients), needs_gradient, gradient)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mhla_kernels.triton_backend.cross import fallback
 from mhla_kernels.triton_backend.cross.call import CrossArguments, sides
+from mhla_kernels.triton_backend.cross.fallback import outputs
 from mhla_kernels.triton_backend.ops import register_attention
 
 
@@ -22,4 +22,4 @@ def _operations(shapes: Any) -> int:
     return int(2 * batch * heads * (queries + keys + mixed) * key_width * width)
 
 
-register_attention("cross_attention", CrossArguments, sides, fallback, _operations)
+register_attention("cross_attention", CrossArguments, sides, outputs, _operations)
