@@ -411,6 +411,21 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         assert f"| {name} | {' | '.join(cells)} |" in text, name
 
 
+def test_the_guide_shows_smollm2_trained_on_longer_samples() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/guides/linearize.md").read_text()
+    linear, softmax = (
+        json.loads(
+            (root / f"benchmarks/results/real-language/{name}-seed-0-length-4096-24-and-20-steps.json").read_text()
+        )["tuned"]
+        for name in ("mhla_window-256", "softmax")
+    )
+    assert f"a perplexity of {linear['1024'][0]:.2f} at 1,024 tokens and {linear['4096'][0]:.2f} at 4,096" in text
+    assert f"has {softmax['1024'][0]:.2f} and {softmax['4096'][0]:.2f}" in text
+    more = [f"{one / other - 1:.0%}" for one, other in zip(linear["4096"], softmax["4096"], strict=True)]
+    assert f"is {more[0]}: {more[1]} in the first quarter of the positions, and {more[4]} in the last" in text
+
+
 def test_the_guide_shows_smollm2_by_seed() -> None:
     root = Path(__file__).parents[1]
     table = (root / "docs/guides/linearize.md").read_text().split("**Seeds.**")[1].split("\n\n")[1].splitlines()[2:]
