@@ -160,6 +160,7 @@ LONG = (
     "test_real_weights::test_minilm",
     "test_real_weights::test_minilm_with_many_dense_blocks_for_each_head_does_not_diverge",
     "test_real_weights::test_dinov2",
+    "test_rejected_start::test_a_run_resumes_and_evaluates_after_rejected_starts",
     "test_rendezvous::test_a_run_on_one_machine_listens_on_the_loopback_interface_alone",
     "test_run_folder::test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before",
     "test_run_folder::test_a_longer_run_goes_on_where_the_shorter_one_ended",

@@ -52,6 +52,8 @@ class RunReport(Callback):
         self._start = time.monotonic()
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
+        self._folder: Path | None = None
+        self._restored = False  # whether a checkpoint supplied the path of the weights that the run started from
         self._pretrained: str | None = None
         self._training = False  # whether the state of a checkpoint is restored and training has begun
 
@@ -61,13 +63,12 @@ class RunReport(Callback):
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
-            self._training, self._pretrained = False, None
+            self._training, self._restored, self._pretrained = False, False, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start measuring the training time, and record the path of the weights that the run starts from."""
+        """Start measuring the training time, and set the folder of the run. Every process must call this method."""
         self._start = time.monotonic()
-        # The configuration of a resumed run has no such weights any more: they are those of the checkpoint.
-        self._pretrained = pretrained_weights(run_folder(trainer)) or self._pretrained
+        self._folder = run_folder(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that training has begun, so that :meth:`on_exception` may write files."""
@@ -84,14 +85,14 @@ class RunReport(Callback):
             "points": as_lists(self.points.under("val/")),
             "seconds": self._seconds(),
             "versions": versions(),
-            "pretrained": self._pretrained,
+            "pretrained": self._weights(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the validation metrics, the training time and the origin of the weights from a checkpoint."""
         self.points.restore(state_dict["points"])
         self._before = state_dict["seconds"]
-        self._pretrained = state_dict.get("pretrained")  # absent in older checkpoints
+        self._restored, self._pretrained = True, state_dict.get("pretrained")  # absent in older checkpoints
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation metrics, and write ``run.json`` and ``report.html``."""
@@ -111,6 +112,15 @@ class RunReport(Callback):
         )
         if all_stop and self._training:
             self._write(trainer, pl_module, finished=False)
+
+    def _weights(self) -> str | None:
+        """Return the path of the weights that the run started from.
+
+        The configuration of a resumed run does not name them, and is replaced only after the first training batch.
+        """
+        if self._restored or self._folder is None:
+            return self._pretrained
+        return pretrained_weights(self._folder)
 
     def _seconds(self) -> float:
         return self._before + time.monotonic() - self._start
@@ -141,7 +151,7 @@ class RunReport(Callback):
             "trained_parameters": sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
             "processes": trainer.world_size,
             **run_facts(trainer, pl_module),
-            "pretrained": self._pretrained,
+            "pretrained": self._weights(),
             "matching_steps": matching_steps(pl_module),
             "original": original_scores(folder),
             "skipped": self._skipped,

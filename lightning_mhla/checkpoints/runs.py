@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from lightning import Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lightning_mhla.checkpoints.io import CHECKPOINTS, RECOVERY
 from lightning_mhla.checkpoints.sharded import MANIFEST, is_sharded
@@ -78,21 +78,6 @@ class RunFolder:
         if is_first_process():
             check_folder(path)
             self._take(WAIT_AFTER_REQUEUE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0.0)
-
-    @property
-    def taken(self) -> bool:
-        """Whether this process holds the lock of the folder. Only the first process of a run does."""
-        return is_first_process()
-
-    def keep(self, name: str) -> None:
-        """Rename a file that an earlier start of the run wrote to its folder, so that this start does not overwrite it.
-
-        The new name has the first unused number, for example ``metrics-1.csv`` for ``metrics.csv``. A missing file is ignored.
-
-        Args:
-            name: path of the file relative to the run folder.
-        """
-        _set_aside(self.path / name)
 
     def _take(self, patience: float) -> None:
         is_new = not _is_marked(self.path)
@@ -250,16 +235,45 @@ def _is_our_output(path: Path) -> bool:
     return False
 
 
-def keep_tables(trainer: Trainer) -> None:
-    """Rename existing ``metrics.csv`` files, which a ``CSVLogger`` with a fixed version would delete at the start of a run."""
-    for logger in trainer.loggers if is_first_process() else ():
-        if isinstance(logger, CSVLogger):
-            _set_aside(Path(logger.log_dir) / "metrics.csv")
+class LogFiles:
+    """Files that the loggers of a start write. They can be removed again if the start is rejected.
 
+    A ``CSVLogger`` with a fixed version would delete the ``metrics.csv`` of an earlier start. This file is therefore renamed at
+    once, to the first unused number, for example ``metrics-1.csv``.
 
-def _set_aside(file: Path) -> None:
-    if file.is_file():
-        file.rename(_numbered(file))
+    Args:
+        trainer: trainer that has not started yet. Only the first process of its run renames and removes files.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._earlier: dict[Path, set[str] | None] = {}
+        self._renamed: dict[Path, Path] = {}
+        self._replaced: dict[Path, bytes] = {}
+        for logger in trainer.loggers if is_first_process() else ():
+            if isinstance(logger, CSVLogger | TensorBoardLogger):
+                folder = Path(logger.log_dir)
+                self._earlier[folder] = {path.name for path in folder.iterdir()} if folder.is_dir() else None
+                options = folder / "hparams.yaml"  # CSVLogger replaces the file at each save
+                if options.is_file():
+                    self._replaced[options] = options.read_bytes()
+                table = folder / "metrics.csv"
+                if isinstance(logger, CSVLogger) and table.is_file():
+                    self._renamed[table] = table.rename(_numbered(table))
+
+    def remove(self) -> None:
+        """Remove the files that the loggers have written, and restore those that were renamed or replaced."""
+        for folder, names in self._earlier.items():
+            for path in list(folder.iterdir()) if folder.is_dir() else ():
+                if path.name not in (names or ()) and path.name != CONFIG and LOGS.fullmatch(path.name):
+                    path.unlink()
+            if names is None:
+                with suppress(OSError):  # the folder does not exist, or holds other files
+                    folder.rmdir()
+        for table, renamed in self._renamed.items():
+            renamed.rename(table)
+        for options, content in self._replaced.items():
+            if options.read_bytes() != content:
+                options.write_bytes(content)
 
 
 def _numbered(file: Path) -> Path:

@@ -24,7 +24,7 @@ from PIL import Image
 
 from lightning_mhla.callbacks.best import complete, relocate
 from lightning_mhla.callbacks.recovery import set_aside, step_of
-from lightning_mhla.checkpoints.runs import keep_tables, remove_log_folder
+from lightning_mhla.checkpoints.runs import LogFiles, remove_log_folder
 from lightning_mhla.data.write import shard_writer, write_shards
 from lightning_mhla.generative.images import SampleWriter
 from lightning_mhla.swap.saved import remove_stale
@@ -310,7 +310,7 @@ def test_the_table_of_a_version_that_the_user_named_is_kept(tmp_path: Path) -> N
     """Lightning deletes it, in a folder that is not that of a run."""
     for number in range(2):
         logger = CSVLogger(tmp_path, name="mine", version="one")
-        keep_tables(Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False))
+        LogFiles(Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False))
         logger.log_metrics({"x": float(number)}, step=0)
         logger.save()
     assert [(tmp_path / f"mine/one/{name}.csv").read_text() for name in ("metrics-1", "metrics")] == [

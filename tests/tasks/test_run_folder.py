@@ -14,13 +14,15 @@ import pytest
 import torch
 import yaml
 from grouped import grouped
+from lightning import Trainer
+from lightning.pytorch.loggers import CSVLogger
 from mhla_tasks.commandline.parser import main
 from processes import fork_server
 
 from benchmarks.kills import differences
 from lightning_mhla.callbacks import Recovery
 from lightning_mhla.callbacks.recovery import TEMPORARY_FAILURE, RunStopped
-from lightning_mhla.checkpoints.runs import RunFolder
+from lightning_mhla.checkpoints.runs import LogFiles, RunFolder
 from lightning_mhla.system.files import beside
 
 ROOT = Path(__file__).parents[2]
@@ -395,15 +397,15 @@ def test_a_signal_between_two_halves_of_a_step_loses_nothing(tmp_path: Path, mon
 
 
 def test_the_tables_of_all_starts_are_kept(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
+    trainer = Trainer(logger=CSVLogger(tmp_path, name="", version=""), accelerator="cpu", enable_progress_bar=False)
     for start in ("first", "second", "third"):
         (tmp_path / "metrics.csv").write_text(start)
-        folder.keep("metrics.csv")
+        LogFiles(trainer)
     assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3)] == ["first", "second", "third"]
     (tmp_path / "metrics-1.csv").unlink()
     for start in ("fourth", "fifth"):
         (tmp_path / "metrics.csv").write_text(start)
-        folder.keep("metrics.csv")
+        LogFiles(trainer)
     assert [(tmp_path / f"metrics-{n}.csv").read_text() for n in (1, 2, 3, 4)] == ["fourth", "second", "third", "fifth"]
 
 

@@ -42,8 +42,6 @@ def use_run_folder(options: Any) -> RunFolder:
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         if logger.class_path.rsplit(".", 1)[-1] in ("TensorBoardLogger", "CSVLogger"):
             logger.init_args.update(Namespace(logger_options))
-            if folder.taken and logger.class_path.endswith("CSVLogger"):
-                folder.keep("metrics.csv")  # otherwise Lightning deletes the table of an earlier start
         elif logger.get("init_args", Namespace()).get("save_dir", path) in (None, "", "."):
             # W&B and others default to the working folder; a logger without parameters has no init_args.
             logger.init_args["save_dir"] = str(path)

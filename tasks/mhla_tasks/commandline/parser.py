@@ -18,16 +18,14 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import Namespace
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning import Trainer
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, ProgressBar
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
-from lightning_mhla.checkpoints.io import CHECKPOINTS, remove_secrets, replace_checkpoint_io
-from lightning_mhla.checkpoints.runs import RunFolder, keep_tables, remove_log_folder
-from lightning_mhla.system.lightning_private import saved_hyperparameters
-from lightning_mhla.system.redaction import hidden_options, redacted
+from lightning_mhla.checkpoints.io import CHECKPOINTS, replace_checkpoint_io
+from lightning_mhla.checkpoints.runs import LogFiles, RunFolder, remove_log_folder
 from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
@@ -41,51 +39,11 @@ from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, me
 from mhla_tasks.commandline.problems import shorten
 from mhla_tasks.commandline.progress_bar import EpochBar
 from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.commandline.saved_configuration import SaveConfig
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
 
 log = logging.getLogger(__name__)
-
-
-class SaveConfig(SaveConfigCallback):
-    """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
-
-    ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
-    in checkpoints and loggers.
-
-    Args:
-        parser: parser of the command.
-        config: parsed options of the run.
-        args: further positional arguments of ``SaveConfigCallback``.
-        options: keyword arguments of ``SaveConfigCallback``.
-
-    Raises:
-        ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
-            set this option again.
-    """
-
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
-        if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
-            again = " ".join(f"--{name}=..." for name in hidden)
-            raise ValueError(
-                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written to "
-                f"files, so these options are not complete; give them again on the command line: {again}"
-            )
-        saved = redacted(config.clone())
-        saved.run_dir = saved.ckpt_path = None
-        super().__init__(parser, saved, *args, **options)
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        for module in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]  # set when the data is attached
-            if module is not None and module.hparams:
-                _, logged = saved_hyperparameters(module)
-                logged.update(redacted(dict(logged)))
-        super().setup(trainer, pl_module, stage)
-
-    @override
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        remove_secrets(checkpoint)
 
 
 class ShortErrorParser(LightningArgumentParser):
@@ -128,7 +86,6 @@ class SuiteCLI(LightningCLI):
             save_config_callback=SaveConfig
             if plan.command == "fit"
             else None,  # other commands keep the file of the fit
-            save_config_kwargs={"overwrite": True},
             auto_configure_optimizers=False,
             trainer_defaults={
                 "default_root_dir": "runs",
@@ -222,14 +179,27 @@ class SuiteCLI(LightningCLI):
         if not _has_progress_bar(options.trainer):
             self.trainer_defaults["callbacks"] = [EpochBar()]
 
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the Trainer. Its first callback saves the configuration, which callbacks such as ``RunReport`` then read.
+
+        Args:
+            kwargs: options of the Trainer that override those of the command.
+        """
+        trainer = super().instantiate_trainer(**kwargs)
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+        callbacks.sort(key=lambda callback: not isinstance(callback, SaveConfig))
+        return trainer
+
     def run(self) -> None:
         """Execute the command by calling the Trainer's method of the same name.
 
-        If ``fit`` without ``--run_dir`` fails before its first step, its log folder is removed.
+        If ``fit`` is rejected before its first training batch ends, the log files that it has written are removed again. If
+        ``fit`` without ``--run_dir`` fails before its first step, its log folder is removed.
         """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
-        keep_tables(self.trainer)
+        logs = LogFiles(self.trainer)
         if self.run_folder is not None:
             for callback in self.trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint) and callback.dirpath is None:
@@ -240,8 +210,10 @@ class SuiteCLI(LightningCLI):
             options["datamodule"] = self.datamodule
         try:
             getattr(self.trainer, self.plan.command)(self.model, **options)
-        except Exception:
-            if self.plan.command == "fit" and self.config.run_dir is None:
+        except BaseException as error:
+            if is_rejected(self.trainer):
+                logs.remove()
+            if isinstance(error, Exception) and self.plan.command == "fit" and self.config.run_dir is None:
                 remove_unused(self.trainer)
             raise
 
@@ -255,6 +227,15 @@ def _has_progress_bar(trainer: Namespace) -> bool:
         or trainer.enable_progress_bar is False
         or bool(trainer.barebones)
     )
+
+
+def is_rejected(trainer: Trainer) -> bool:
+    """Return whether a failed ``fit`` ended before its first training batch, and not in another process."""
+    launcher = trainer.strategy.launcher
+    if launcher is not None and launcher.is_interactive_compatible:
+        return False  # the processes that train are children, whose callbacks this process does not see
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+    return any(isinstance(callback, SaveConfig) and not callback.accepted for callback in callbacks)
 
 
 def remove_unused(trainer: Trainer) -> None:

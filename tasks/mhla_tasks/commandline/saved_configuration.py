@@ -1,0 +1,93 @@
+"""Callback that saves the configuration of a training run as ``config.yaml`` in the folder of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+from lightning import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
+from typing_extensions import override
+
+from lightning_mhla.checkpoints.io import remove_secrets
+from lightning_mhla.system.files import written_whole
+from lightning_mhla.system.lightning_private import saved_hyperparameters
+from lightning_mhla.system.redaction import hidden_options, redacted
+
+
+class SaveConfig(SaveConfigCallback):
+    """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
+
+    The first start in a folder writes the file at once, so that ``--run_dir`` alone repeats an interrupted start. A later start
+    replaces the file only after its first training batch, because the checkpoint, the data and the first batch may reject its
+    options until then. The file therefore always fits the checkpoints of the run.
+
+    ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
+    in checkpoints and loggers.
+
+    Args:
+        parser: parser of the command.
+        config: parsed options of the run.
+        args: further positional arguments of ``SaveConfigCallback``.
+        options: keyword arguments of ``SaveConfigCallback``.
+
+    Attributes:
+        accepted: whether this process has trained a batch, or has found nothing left to train.
+
+    Raises:
+        ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
+            set this option again.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **options: Any) -> None:
+        if hidden := dict.fromkeys(name.replace(".init_args", "") for name in hidden_options(config)):
+            again = " ".join(f"--{name}=..." for name in hidden)
+            raise ValueError(
+                f"{', '.join(hidden)}: secrets, such as passwords and queries of URLs, are not written to "
+                f"files, so these options are not complete; give them again on the command line: {again}"
+            )
+        saved = redacted(config.clone())
+        saved.run_dir = saved.ckpt_path = None
+        super().__init__(parser, saved, *args, **options)
+        self.accepted = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        for module in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]  # set when the data is attached
+            if module is not None and module.hparams:
+                _, logged = saved_hyperparameters(module)
+                logged.update(redacted(dict(logged)))
+        path = self._path(trainer)
+        if trainer.is_global_zero and not path.exists():
+            self._write(path)
+
+    @override
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self._accept(trainer)
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._accept(trainer)  # also a run with no step left to train has accepted its options
+
+    @override
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        remove_secrets(checkpoint)
+
+    def _accept(self, trainer: Trainer) -> None:
+        if self.accepted:
+            return
+        self.accepted = True
+        path = self._path(trainer)
+        trainer.strategy.barrier()  # another process may still reject its part of the data
+        if trainer.is_global_zero:
+            self._write(path)
+
+    def _path(self, trainer: Trainer) -> Path:
+        # trainer.log_dir is a collective, so every process must call this method.
+        return Path(trainer.log_dir or trainer.default_root_dir) / self.config_filename
+
+    def _write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(path) as unfinished:
+            self.parser.save(self.config, unfinished, skip_none=False, overwrite=True, multifile=False)
