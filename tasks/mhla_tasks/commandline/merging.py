@@ -290,6 +290,20 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
     Returns:
         Mapping from argument name to classes.
     """
-    named_class = subclass_named(options["class_path"], classes) if "class_path" in options else None
-    kinds = (named_class,) if named_class is not None else classes if "class_path" not in options else ()
-    return {name: bases for kind in kinds for name, bases in option_classes(kind).items()}
+    return {name: bases for kind in chosen_classes(options, classes) for name, bases in option_classes(kind).items()}
+
+
+def chosen_classes(options: Mapping[str, Any], classes: Classes) -> Classes:
+    """Return the classes whose constructor may get the options in a mapping: the class that it names, or all if it names none.
+
+    Args:
+        options: mapping whose ``class_path`` names the class.
+        classes: classes to return if ``options`` has no ``class_path``.
+
+    Returns:
+        The classes; empty if ``class_path`` is not one of ``classes`` or a subclass of them.
+    """
+    if "class_path" not in options:
+        return classes
+    named_class = subclass_named(options["class_path"], classes)
+    return () if named_class is None else (named_class,)

@@ -18,6 +18,7 @@ from mhla_tasks.commandline.arguments import HELP, CommandLine, UsageError
 from mhla_tasks.commandline.memory import remembered_options
 from mhla_tasks.commandline.merging import ROOTS, merge
 from mhla_tasks.commandline.moved_keys import Move, move_keys
+from mhla_tasks.commandline.nulls import find_null
 from mhla_tasks.commandline.problems import (
     find_options_of_another_command,
     find_repeated_option,
@@ -106,6 +107,8 @@ def make_plan(line: CommandLine) -> Plan:
     remembered, sources = all_sources[: len(remembered)], all_sources[len(remembered) :]
     configuration = _completed(merge(all_sources))
     replaced = tuple(_replaced(remembered, sources, configuration))
+    if problem := next(filter(None, (find_null(values, all_sources) for values in (configuration, *replaced))), None):
+        raise UsageError(problem)
     request = _request(line, configuration)
     return Plan(line.command, tuple(sources), configuration, checkpoint, replaced, request, (*moves, *remembered_moves))
 

@@ -74,7 +74,7 @@ def _line_named_by(problem: str, source: Source) -> str:
     Returns:
         Text such as `` (line 12)``. Empty if the message has a different form or ``source`` is a command-line option.
     """
-    line = next((line for path, line in source.lines.items() if f": {_dotted(path)} is not" in problem), None)
+    line = next((line for path, line in source.lines.items() if f": {dotted(path)} is not" in problem), None)
     return f" (line {line})" if line else ""
 
 
@@ -261,23 +261,23 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     if not keys:
         return text
     places = [
-        (source, path) for source in reversed(sources) for path in _located(source.values, keys[-1].split("."), ())
+        (source, path) for source in reversed(sources) for path in located(source.values, keys[-1].split("."), ())
     ]
     rejected_value = re.search(r", got (.*)$", text)
     wrong = [
         (source, path)
         for source, path in places
-        if rejected_value and rejected_value[1] in _spellings(_value_at(source.values, path))
+        if rejected_value and rejected_value[1] in _spellings(value_at(source.values, path))
     ]
     if unfit:  # the message quotes no value; the wrong one is most likely a text
-        wrong = [(source, path) for source, path in places if isinstance(_value_at(source.values, path), str)]
+        wrong = [(source, path) for source, path in places if isinstance(value_at(source.values, path), str)]
     for source, path in wrong or places:  # a stronger source may have the same key with a valid value
         line = source.lines.get(path)
-        return f"{source.origin}: {_dotted(path)}: {text}{f' (line {line})' if line else ''}"
+        return f"{source.origin}: {dotted(path)}: {text}{f' (line {line})' if line else ''}"
     return f"{'.'.join(keys)}: {text}"
 
 
-def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
+def located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
     """Search nested options and lists, and yield each path of keys that ends with ``tail``.
 
     Args:
@@ -294,10 +294,11 @@ def _located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Itera
         inner = (*path, key)
         if [str(part).removesuffix("+") if isinstance(part, str) else part for part in inner[-len(tail) :]] == tail:
             yield inner
-        yield from _located(value, tail, inner)
+        yield from located(value, tail, inner)
 
 
-def _value_at(values: Any, path: tuple[str | int, ...]) -> Any:
+def value_at(values: Any, path: tuple[str | int, ...]) -> Any:
+    """Return the value to which a sequence of keys and list indices leads in nested options."""
     for key in path:
         values = values[key]
     return values
@@ -307,6 +308,6 @@ def _spellings(value: Any) -> tuple[str, ...]:
     return str(value), repr(value), str(value).lower()
 
 
-def _dotted(path: tuple[str | int, ...]) -> str:
+def dotted(path: tuple[str | int, ...]) -> str:
     """Format a sequence of keys and list indices for messages, such as ``trainer.callbacks[0].init_args.keep``."""
     return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).removeprefix(".")

@@ -99,6 +99,38 @@ def takes_options_alone(kind: type, name: str) -> bool:
     )
 
 
+def accepts_null(kind: type, name: str) -> bool:
+    """Return whether None is a valid value of a constructor parameter, by its type hint or as its default.
+
+    Args:
+        kind: class with the parameter.
+        name: name of the parameter. A parameter without a type hint accepts None.
+    """
+    hint = parameter_hints(kind).get(name, Any)
+    if any(member in (Any, object, None, types.NoneType) for member in union_members(hint)):
+        return True
+    for base in kind.__mro__:
+        if "__init__" in vars(base) and name in (parameters := inspect.signature(base.__init__).parameters):  # type: ignore[misc]
+            return parameters[name].default is None
+    return True
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the types in a union and the values in a ``Literal``; for any other type hint, the hint itself.
+
+    Args:
+        hint: type hint of a parameter.
+    """
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return tuple(member for inner in typing.get_args(hint) for member in union_members(inner))
+    if origin is typing.Annotated:
+        return union_members(typing.get_args(hint)[0])
+    if isinstance(hint, typing.TypeVar):
+        return (Any,)
+    return typing.get_args(hint) if origin is typing.Literal else (hint,)
+
+
 def _classes(hint: Any, inside_mappings: bool) -> Iterator[type]:
     """Yield the classes in a type hint, including those in unions and containers.
 
