@@ -22,11 +22,12 @@ NOISE = (
     ".*`srun` command is available.*",
     ".*callbacks used to create the.*",
     ".*Grad strides do not match.*",
-    ".*Previous log files in this directory will be deleted.*",  # not true here: RunFolder keeps them
+    ".*Previous log files in this directory will be deleted.*",  # not true here: LogFiles renames them
     ".*The dirpath has changed from.*",  # predict and validate write to different folders than training
     ".*Checkpoint directory .* exists and is not empty.*",  # it belongs to the run
     ".*is smaller than the logging interval.*",
     ".*args parameter is intended to run from within Python.*",  # the arguments were parsed into a configuration before
+    r"\s*Unable to serialize instance",  # saved_configuration writes such values as text
     ".*could be decompression bomb DOS attack.*",  # larger images are an error that names the image
 )
 """Patterns of library warnings that are not useful to the user."""

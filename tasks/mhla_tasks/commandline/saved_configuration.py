@@ -1,11 +1,16 @@
-"""Callback that saves the configuration of a training run as ``config.yaml`` in the folder of the run."""
+"""Callback that saves the configuration of a training run as ``config.yaml`` in the folder of the run.
+
+Importing this module also makes parsers write values that YAML cannot represent in a form that can be read again.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+from enum import Enum
+from pathlib import Path, PurePath
 from typing import Any
 
-from jsonargparse import Namespace
+import yaml
+from jsonargparse import Namespace, set_dumper
 from lightning import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, SaveConfigCallback
 from typing_extensions import override
@@ -14,6 +19,46 @@ from lightning_mhla.checkpoints.io import remove_secrets
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.redaction import hidden_options, redacted
+
+UNKNOWN = "Unable to serialize instance "
+"""Prefix that jsonargparse puts before a value for which it knows no text."""
+
+_LEFT_OUT = object()
+
+
+def to_yaml(configuration: dict[str, Any]) -> str:
+    """Return a configuration as YAML that can be read again.
+
+    An Enum becomes its value, and a subclass of a basic type, such as ``numpy.float64``, the basic type. The name of a function
+    stays the text that the user gave. An object without a text is left out, because only a default can be one: a run with the
+    written configuration has the same default.
+
+    Args:
+        configuration: serialized options by name, with nested dicts and lists.
+    """
+    return yaml.safe_dump(_plain(configuration), default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, dict):
+        items = {key: _plain(item) for key, item in value.items()}
+        return {key: item for key, item in items.items() if item is not _LEFT_OUT}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [item for item in map(_plain, value) if item is not _LEFT_OUT]
+    if isinstance(value, PurePath):
+        return str(value)
+    if isinstance(value, str):
+        text = str(value).removeprefix(UNKNOWN)
+        return _LEFT_OUT if text != value and text.startswith("<") else text
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    return value if value is None else _LEFT_OUT
+
+
+set_dumper("yaml", to_yaml)
 
 
 class SaveConfig(SaveConfigCallback):
