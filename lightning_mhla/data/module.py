@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
-from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.data.options import ShardOptions, check_least
 from lightning_mhla.data.shards import ShardReader, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
@@ -153,6 +153,9 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         num_workers: number of worker processes that read samples, for each training process.
         seed: seed of the sample order and of the random numbers for each sample; null to use the seed of ``seed_everything``.
         shards: options for reading shards and keeping downloads.
+
+    Raises:
+        ValueError: if ``batch_size`` is below 1, or ``num_workers`` or ``seed`` is negative.
     """
 
     logged_as = "data"
@@ -169,6 +172,8 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         shards: ShardOptions = ShardOptions(shuffle_window=None),
     ) -> None:
         super().__init__()
+        check_least(1, batch_size=batch_size)
+        check_least(0, num_workers=num_workers, seed=seed)
         self.batch_size, self.num_workers = batch_size, num_workers
         self.shard_options = as_dataclass(ShardOptions, shards, "shards")
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed

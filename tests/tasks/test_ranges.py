@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_tasks.classification.data import AugmentConfig, ImageNetShards
+from mhla_tasks.classification.data import AugmentConfig, Digits, ImageNetShards
 from mhla_tasks.classification.predict import PredictionTable
+from mhla_tasks.diffusion.data import LatentShards
 from mhla_tasks.language.callbacks import TokenThroughput
+from mhla_tasks.language.data import HubText, PythonSource
+from mhla_tasks.language.passages import TextPassages
+from mhla_tasks.language.recall import Needle
+from mhla_tasks.text_to_image.data import CaptionedImageShards, DigitScenes, ImageLatentShards
+from mhla_tasks.video.bouncing import BouncingDigits
+from mhla_tasks.video.data import MovingDigits, VideoFolders
 
 from lightning_mhla.callbacks import AttentionPictures
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
@@ -73,3 +80,31 @@ def test_classes_of_one_name_have_columns_of_their_own(tmp_path: Path) -> None:
         "path": "0", "predicted": "crane (3)", "crane (0)": "0.125000", "path (1)": "0.250000", "owl": "0.125000",
         "crane (3)": "0.500000",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (Digits, {"batch_size": 0}, "batch_size=0 must be at least 1"),
+        (Digits, {"num_workers": -1}, "num_workers=-1 must be at least 0"),
+        (ImageNetShards, {"train": "a", "val": "b", "num_workers": -1}, "num_workers=-1 must be at least 0"),
+        (LatentShards, {"train": "a", "val": "b", "sample_size": 0}, "sample_size=0 must be at least 1"),
+        (PythonSource, {"seed": -1}, "seed=-1 must be at least 0"),
+        (Needle, {"num_workers": -2}, "num_workers=-2 must be at least 0"),
+        (Needle, {"lengths": [1, 0]}, "lengths=0 must be at least 1"),
+        (HubText, {"tokenizer": "t", "shuffle_buffer": -1}, "shuffle_buffer=-1 must be at least 0"),
+        (TextPassages, {"train": "a", "val": "b", "tokenizer": "t", "min_characters": -1}, "min_characters=-1 must be"),
+        (DigitScenes, {"batch_size": -4}, "batch_size=-4 must be at least 1"),
+        (ImageLatentShards, {"train": "a", "val": "b", "text_length": 0}, "text_length=0 must be at least 1"),
+        (CaptionedImageShards, {"train": "a", "val": "b", "height": -1}, "height=-1 must be at least 1"),
+        (MovingDigits, {"frames": 0}, "frames=0 must be at least 1"),
+        (BouncingDigits, {"speed": 0}, "speed=0 must be at least 1"),
+        (VideoFolders, {"train": "a", "val": "b", "clips": -1}, "clips=-1 must be at least 1"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else None,
+)
+def test_sizes_of_data_modules_are_checked_when_they_are_built(
+    kind: type, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**options)

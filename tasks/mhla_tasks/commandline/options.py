@@ -1,21 +1,35 @@
-"""Preparation of the Trainer's options before the Trainer is built: output folders, checks of intervals, removed callbacks."""
+"""Preparation of the Trainer's options before the Trainer is built: output folders, checks, removed callbacks."""
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jsonargparse import Namespace
+from lightning import Callback
+from lightning.pytorch.callbacks import BackboneFinetuning, ModelPruning, StochasticWeightAveraging
 
 from lightning_mhla.checkpoints.io import RECOVERY
 from lightning_mhla.checkpoints.runs import RunFolder
 from lightning_mhla.checkpoints.sharded import is_sharded
+from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.sources import Source, mapping
+from mhla_tasks.commandline.trust import subclass_named
 
 log = logging.getLogger(__name__)
+
+UNSUPPORTED: Mapping[type[Callback], str] = {
+    StochasticWeightAveraging: "computes the average after the last checkpoint was saved, so that export, validate and predict "
+    "would use the last weights; use --model.training.ema_decay, or with ema_decay=null Lightning's WeightAveraging",
+    BackboneFinetuning: "requires an attribute `backbone`, which the models of this package do not have; to train some of the "
+    "weights, derive a callback from Lightning's BaseFinetuning and name it with --allow",
+    ModelPruning: "renames the weights, so that the moving average and the checkpoints no longer match the model; prune the "
+    "exported model with torch.nn.utils.prune",
+}
+"""Callbacks of Lightning that do not work with the models of this package, each with the reason and the way out."""
 
 
 def use_run_folder(options: Any) -> RunFolder:
@@ -87,6 +101,24 @@ def check_trainer(trainer: Any) -> None:
         value = trainer.get(name)
         if value is not None and value < 1:
             raise ValueError(f"--trainer.{name}={value} must be at least 1")
+
+
+def check_callbacks(options: Any) -> None:
+    """Reject callbacks of Lightning that do not work with a model of this package.
+
+    Args:
+        options: parsed options of ``fit``.
+
+    Raises:
+        ValueError: if a callback or a base class of it is in :data:`UNSUPPORTED`.
+    """
+    callbacks = options.trainer.callbacks
+    if subclass_named((options.get("model") or {}).get("class_path"), (TrainingModule,)) is None:
+        return
+    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+        for kind, reason in UNSUPPORTED.items():
+            if callback is not None and subclass_named(callback.class_path, (kind,)) is not None:
+                raise ValueError(f"trainer.callbacks: {callback.class_path.rpartition('.')[2]} {reason}")
 
 
 def leave_out_monitors(trainer: Any, command: str) -> None:

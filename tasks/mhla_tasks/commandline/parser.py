@@ -34,7 +34,13 @@ from mhla_tasks.commandline.errors import report_usage_error, reported
 from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
 from mhla_tasks.commandline.moved_keys import notice
-from mhla_tasks.commandline.options import check_trainer, leave_out_monitors, use_run_folder, write_beside_checkpoint
+from mhla_tasks.commandline.options import (
+    check_callbacks,
+    check_trainer,
+    leave_out_monitors,
+    use_run_folder,
+    write_beside_checkpoint,
+)
 from mhla_tasks.commandline.plan import OBJECTS, Plan, check_same, make_plan, method_options
 from mhla_tasks.commandline.problems import shorten
 from mhla_tasks.commandline.progress_bar import EpochBar
@@ -155,6 +161,8 @@ class SuiteCLI(LightningCLI):
         if self.plan.moves:
             log.warning("%s", notice(self.plan.moves))
         check_trainer(options.trainer)
+        if command == "fit":
+            check_callbacks(options)
         agree(options, self.plan.sources)
         options.ckpt_path = self.plan.checkpoint
         if command != "fit":
@@ -235,7 +243,7 @@ def is_rejected(trainer: Trainer) -> bool:
     if launcher is not None and launcher.is_interactive_compatible:
         return False  # the processes that train are children, whose callbacks this process does not see
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
-    return any(isinstance(callback, SaveConfig) and not callback.accepted for callback in callbacks)
+    return any(isinstance(callback, SaveConfig) and not callback.already_saved for callback in callbacks)
 
 
 def remove_unused(trainer: Trainer) -> None:

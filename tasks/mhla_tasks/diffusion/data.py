@@ -13,7 +13,7 @@ from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import labelled_images, shard_labels
 from lightning_mhla.data.labelled import LabelledShards
-from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.data.options import ShardOptions, check_least
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
@@ -302,6 +302,7 @@ class LatentShards(ClassShards):
         super().__init__(
             train, val, flip, batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards
         )
+        check_least(1, sample_size=sample_size)
         self.sample_size = sample_size
 
     @override

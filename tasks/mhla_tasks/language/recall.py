@@ -11,6 +11,7 @@ import torch
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
+from lightning_mhla.data.options import check_least
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from mhla_tasks.language.loss import IGNORED
@@ -232,10 +233,9 @@ class Needle(QuestionData):
     ) -> None:
         super().__init__(vocab_size, batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.save_hyperparameters()
-        for name, value, least in (("tokens", tokens, 3 + self.DEPTHS), ("vocab_size", vocab_size, 6), ("samples", samples, 1),
-                                   ("val_samples", val_samples, 1), ("lengths", min(lengths, default=0), 1)):  # fmt: skip
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        check_least(3 + self.DEPTHS, tokens=tokens)
+        check_least(6, vocab_size=vocab_size)
+        check_least(1, samples=samples, val_samples=val_samples, lengths=min(lengths, default=0))
         self.tokens, self.lengths, self.counts = tokens, lengths, (samples, val_samples)
         self.context = tokens
         sizes = [tokens * length for length in lengths]

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.captioned import SampleFiles, ShardFiles, UncaptionedFiles
 from lightning_mhla.data.digits import Name
-from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.data.options import ShardOptions, check_least
 from lightning_mhla.system.hyperparameters import keep_plain
 from mhla_tasks.captioned.data import CaptionedData, EncodedShards
 from mhla_tasks.captioned.requests import PromptRequest
@@ -105,6 +105,7 @@ class MovingDigits(ClipData):
         seed: int | None = None,
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed)
+        check_least(1, frames=frames, height=height, width=width)
         self.save_hyperparameters(ignore=["prompts"])
         self.known_prompts = every_caption()
         self.size = (frames, height, width)
@@ -185,6 +186,7 @@ class VideoShards(ClipData):
         shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
+        check_least(1, frames=frames, height=height, width=width, clips=clips)
         self.save_hyperparameters(ignore=["prompts", "clips"])
         keep_plain(self)
         self.size, self.fps, self.caption_key, self.continued = (frames, height, width), fps, caption_key, clips
@@ -234,7 +236,7 @@ class VideoFolders(ResumableDataModule):
         seed: random seed for the order of the videos and for the positions of the clips; null for the seed of seed_everything.
 
     Raises:
-        ValueError: if ``channels`` is neither 1 nor 3.
+        ValueError: if ``channels`` is neither 1 nor 3, or if ``frames``, ``height``, ``width`` or ``clips`` is below 1.
     """
 
     def __init__(
@@ -252,6 +254,7 @@ class VideoFolders(ResumableDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
+        check_least(1, frames=frames, height=height, width=width, clips=clips)
         self.save_hyperparameters(ignore=["clips"])
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 1 (gray) or 3 (color)")
