@@ -392,6 +392,9 @@ class CausalLanguageModel(TrainingModule):
         return cast(TextSums, self.sums[stage])
 
     def _log_sums(self, stage: Stage) -> None:
+        if self.trainer.sanity_checking:  # Lightning logs none of it, and its few batches may have no token that counts
+            self._sums(stage).reset()
+            return
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
         for name, value in self._sums(stage).take(stage, groups).items():
             self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)

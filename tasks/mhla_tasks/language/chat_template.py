@@ -86,8 +86,9 @@ class ChatTemplate:
 
         A template may mark them with the tag ``generation``, as for transformers' ``return_assistant_tokens_mask``. Without the
         tag, a reply begins after the text that the model reads before it in a chat: the output for the earlier messages,
-        followed by the prompt for a reply. The reply ends with the control token that ends replies. If the template does not
-        have such a token, the reply ends where the output for all messages up to the reply ends.
+        followed by the prompt for a reply. If there are no earlier messages, it begins after the first such prompt in the
+        output. The reply ends with the control token that ends replies. If the template does not have such a token, the reply
+        ends where the output for all messages up to the reply ends.
 
         Args:
             messages: role and text of each message.
@@ -106,7 +107,7 @@ class ChatTemplate:
         for number, (role, _) in enumerate(messages):
             if role != ASSISTANT:
                 continue
-            start = self._prefix(messages[:number], rendered, True, number)
+            start = self._prefix(messages[:number], rendered, True, number) if number else self._first_start(rendered)
             stop = rendered.find(self._reply_end, start) if self._reply_end else -1
             end = stop + len(self._reply_end)
             if stop < 0:
@@ -137,6 +138,28 @@ class ChatTemplate:
         if not rendered.startswith(prefix):
             raise _unknown(number)
         return len(prefix)
+
+    def _first_start(self, rendered: str) -> int:
+        """Return where the reply begins in the output for a dialogue that begins with a reply: after the prompt for a reply.
+
+        A template need not accept an empty conversation, and may write a system message of its own before the first message.
+        The output for the earlier messages is therefore not used here.
+
+        Args:
+            rendered: output for all messages.
+
+        Raises:
+            UnknownRepliesError: if the output does not contain the prompt.
+        """
+        try:
+            question, prompted = (self.render(["user"], reply) for reply in (False, True))
+        except ValueError as error:
+            raise _unknown(0) from error
+        prompt = prompted.removeprefix(question)
+        start = rendered.find(prompt)
+        if start < 0:
+            raise _unknown(0)
+        return start + len(prompt)
 
     @cached_property
     def _marks_replies(self) -> bool:

@@ -132,7 +132,11 @@ class TextSums(nn.Module):
             values["bits_per_byte"] = sums["nats"] / math.log(2) / sums["bytes"]
         if groups:
             values |= shares(self.answers.compute(), groups)
-            self.answers.reset()
+        self.reset()
+        return values
+
+    def reset(self) -> None:
+        """Set all sums and counts to 0."""
+        self.answers.reset()
         for name in SUMS:
             cast(SumMetric, self.sums[name]).reset()
-        return values

@@ -22,9 +22,9 @@ from mhla_tasks.language.prepare import RunEncoder, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stream import PackedRows, RowPosition
 from mhla_tasks.language.targets import mask_ranges
-from mhla_tasks.language.token_shards import TARGETS
+from mhla_tasks.language.token_shards import TARGETS, ShardRuns
 from mhla_tasks.language.tokenizer import save_tokenizer, token_bytes, train_tokenizer
-from processes import run_cli
+from processes import fork_server, run_cli
 from small import small_model
 from tokenizer_kinds import made
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -61,6 +61,14 @@ FORGETFUL = (  # earlier replies lose their reasoning, and the last one has an e
 SYSTEM_LAST = (  # the system message stands in the last question, as with Mistral
     "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ messages[0].content ~ ' ' if loop.index0 >= messages | length - 2 }}"
     "{{ m.content }}[/INST]{% elif m.role == 'assistant' %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
+GREETED = (  # a default system message, as with SmolLM2
+    "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are a helpful assistant<|im_end|>\n{% endif %}"
+    + CHATML
+)
+FIRST_ROLE = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no') }}{% endif %}" + CHATML
+QUIET_FIRST = CHATML.replace(
+    "<|im_start|>{{ message.role }}\n", "{% if not loop.first %}<|im_start|>{{ message.role }}\n{% endif %}"
 )
 THINKS_FIRST = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 
@@ -135,15 +143,37 @@ def test_replies_of_templates_without_marks(template: str, wanted: list[list[str
         assert replies(tokenizer, TURNS[4])[0] == "A tree. <|im_end|>"
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, BRACKETS, PLAIN, FORGETFUL, GREETED, FIRST_ROLE])
+def test_dialogues_may_begin_with_the_assistant(template: str) -> None:
+    """The first reply begins after the prompt for a reply, as it does in a chat that has a question."""
+    tokenizer = chat_tokenizer(template)
+    question, reply = ("user", "How are you?"), ("assistant", "fine")
+    (wanted,) = replies(tokenizer, [question, reply])
+    other = wanted.removeprefix("<think>\n\n</think>\n\n")  # FORGETFUL has it in the last reply only
+    assert replies(tokenizer, [reply]) == [wanted]
+    assert replies(tokenizer, [reply, question]) == [other]
+    assert replies(tokenizer, [reply, question, reply]) == [other, wanted]
+    assert replies(tokenizer, [("assistant", "<|endoftext|>"), question, reply])[1].lstrip() == wanted.lstrip()
+
+
 @pytest.mark.parametrize(
     ("template", "turns"),
     [
+        (THINKS_FIRST, [("assistant", "b"), ("user", "a"), ("assistant", "c")]),
+        (QUIET_FIRST, [("assistant", "b"), ("user", "a"), ("assistant", "c")]),
         (SYSTEM_LAST, [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]),
         (THINKS_FIRST, TURNS[0]),
         ("{% if messages[-1].role == 'user' %}{{ raise_exception('no') }}{% endif %}" + CHATML, TURNS[0]),
         ("{% for m in messages | reverse %}{{ m.role }}: {{ m.content }}\n{% endfor %}", TURNS[0]),
     ],
-    ids=["system message moves", "reasoning in the prompt", "rejects a question", "reversed"],
+    ids=[
+        "reasoning in the first prompt",
+        "first reply without the prompt",
+        "system message moves",
+        "reasoning in the prompt",
+        "rejects a question",
+        "reversed",
+    ],
 )
 def test_a_template_that_does_not_show_the_replies_is_an_error(
     template: str, turns: list[tuple[str, str]], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -176,8 +206,18 @@ def test_shards_of_an_earlier_version_are_an_error(tmp_path: Path, monkeypatch: 
     for stage in ("train", "validate"):
         assert len(TokenShards(str(shard), str(shard), batch_size=1, context=8, num_workers=0).windows(stage))
         data = TokenShards(str(shard), str(shard), batch_size=1, context=8, num_workers=0, assistant_only_loss=True)
-        with pytest.raises(ValueError, match=r"train-00000.tar.* has no .targets.npy.*prepare the shards again"):
+        with pytest.raises(
+            ValueError, match=r"has no .targets.npy.*prepare the shards again with lightning prepare text --force"
+        ):
             data.windows(stage)
+    monkeypatch.undo()
+    command = ["prepare", "text", str(tmp_path), str(tmp_path / "a.jsonl"), f"--tokenizer={tmp_path / 'tokenizer'}"]
+    for options, has_replies in (([], False), (["--force"], True)):  # without it, the call keeps the shards
+        status, said = fork_server().run(*command, "--column=messages", *options, module="mhla_tasks")
+        assert status == 0, said
+        assert ShardRuns(data.shards.reader("train")).has_targets(0) == has_replies
+    data = TokenShards(str(shard), str(shard), batch_size=1, context=8, num_workers=0, assistant_only_loss=True)
+    assert all(len(data.windows(stage)) for stage in ("train", "validate"))
 
 
 def test_a_tokenizer_in_python_is_an_error() -> None:
@@ -296,6 +336,28 @@ def test_validation_without_a_reply_is_an_error(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
     with pytest.raises(ValueError, match="the val batches have no token that counts toward the loss"):
         trainer.validate(small_model(vocab_size=400, context=16), data, verbose=False)
+
+
+@pytest.mark.parametrize(("sanity", "questions"), [(2, 6), (1, 6), (-1, 20)])
+def test_the_sanity_check_needs_no_reply(sanity: int, questions: int, tmp_path: Path) -> None:
+    """Its few batches may have only questions; the metrics of the validation after it are those without the check."""
+    long = [("user", "how are you " * 60), ("assistant", "fine")]
+    path = tmp_path / "a.jsonl"
+    path.write_text((json.dumps({"messages": rows(long)}) + "\n") * questions)
+    (shard,) = write_token_shards(tmp_path / "shards", [str(path)], chat_tokenizer(), column="messages")
+    metrics = []
+    for steps in (sanity, 0):
+        data = TokenShards(
+            str(shard), str(shard), batch_size=1, context=32, num_workers=0, seed=0, assistant_only_loss=True
+        )
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_steps=1,
+            num_sanity_val_steps=steps, val_check_interval=1, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(small_model(vocab_size=400, context=32), data)
+        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items() if "val/" in name})
+    assert metrics[0]["val/samples"] == len(data.windows("validate"))
+    assert metrics[0] == metrics[1]
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
