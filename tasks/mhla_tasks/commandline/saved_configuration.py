@@ -78,7 +78,7 @@ class SaveConfig(SaveConfigCallback):
         options: keyword arguments of ``SaveConfigCallback``.
 
     Attributes:
-        accepted: whether this process has trained a batch, or has found nothing left to train.
+        already_saved: whether this process has trained a batch, or has found nothing left to train.
 
     Raises:
         ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not
@@ -95,7 +95,6 @@ class SaveConfig(SaveConfigCallback):
         saved = redacted(config.clone())
         saved.run_dir = saved.ckpt_path = None
         super().__init__(parser, saved, *args, **options)
-        self.accepted = False
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -103,6 +102,8 @@ class SaveConfig(SaveConfigCallback):
             if module is not None and module.hparams:
                 _, logged = saved_hyperparameters(module)
                 logged.update(redacted(dict(logged)))
+        if self.already_saved:
+            return
         path = self._path(trainer)
         if trainer.is_global_zero and not path.exists():
             self._write(path)
@@ -120,9 +121,9 @@ class SaveConfig(SaveConfigCallback):
         remove_secrets(checkpoint)
 
     def _accept(self, trainer: Trainer) -> None:
-        if self.accepted:
+        if self.already_saved:
             return
-        self.accepted = True
+        self.already_saved = True
         path = self._path(trainer)
         trainer.strategy.barrier()  # another process may still reject its part of the data
         if trainer.is_global_zero:
