@@ -23,7 +23,7 @@ from lightning_mhla.data import (
 )
 from lightning_mhla.data.loader import samples_each, with_short_errors
 from lightning_mhla.data.module import TRAINED, batches_trained, process_share
-from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.data.options import ShardOptions, check_least
 from lightning_mhla.system.hyperparameters import keep_plain
 from mhla_tasks.language.columns import MissingColumnError
 from mhla_tasks.language.corpus import Remarks, documents_of
@@ -208,11 +208,8 @@ class HubText(TextData):
             context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
         )
         self.save_hyperparameters(ignore=["prompts"])
-        for option, value, least in (
-            ("steps_per_epoch", steps_per_epoch, 1), ("shuffle_buffer", shuffle_buffer, 0), ("val_documents", val_documents, 0),
-        ):  # fmt: skip
-            if value < least:
-                raise ValueError(f"{option}={value} must be at least {least}")
+        check_least(1, steps_per_epoch=steps_per_epoch)
+        check_least(0, shuffle_buffer=shuffle_buffer, val_documents=val_documents)
         self.tokenizer_name, self.column, self.control_tokens = tokenizer, column, control_tokens
         self.assistant_only_loss = assistant_only_loss
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
