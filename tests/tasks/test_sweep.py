@@ -19,9 +19,9 @@ import yaml
 from fork_server import Child
 from grouped import grouped
 from mhla_tasks.commandline import registry
-from mhla_tasks.tools import sweep
+from mhla_tasks.tools import run_checks, sweep
 from mhla_tasks.tools.comparison.runs import flat
-from mhla_tasks.tools.run_checks import CheckedRun
+from mhla_tasks.tools.run_checks import CheckedRun, find_problem
 from processes import fork_server
 
 ROOT = Path(__file__).parents[2]
@@ -171,16 +171,21 @@ def test_values_of_all_runs_are_checked_before_the_first_one_starts(
 
 def in_fork(runs: list[Any], here: bool) -> str | None:
     """Check runs in a process without startup time."""
+    return problems_in_fork([runs], here)[0]
+
+
+def problems_in_fork(sweeps: list[list[Any]], here: bool) -> list[str | None]:
+    """Check the runs of several sweeps in one process without startup time."""
     program = (
         "import json, sys; from mhla_tasks.tools import dry_runs, run_checks; "
-        "runs = [run_checks.CheckedRun(**run) for run in json.loads(sys.argv[1])]; "
-        "print('\\x1e' + json.dumps(dry_runs.check_runs(runs, sys.argv[2] == 'True')))"
+        "sweeps = [[run_checks.CheckedRun(**run) for run in runs] for runs in json.loads(sys.argv[1])]; "
+        "print('\\x1e' + json.dumps([dry_runs.check_runs(runs, sys.argv[2] == 'True') for runs in sweeps]))"
     )
-    words = json.dumps([{"folder": run.folder, "words": run.words} for run in runs])
+    words = json.dumps([[{"folder": run.folder, "words": run.words} for run in runs] for runs in sweeps])
     status, said = fork_server().program(program, words, str(here), folder=Path.cwd())
     assert status == 0, said
-    problem: str | None = json.loads(said.rpartition("\x1e")[2].splitlines()[0])
-    return problem
+    problems: list[str | None] = json.loads(said.rpartition("\x1e")[2].splitlines()[0])
+    return problems
 
 
 def test_missing_data_is_an_error_only_where_the_runs_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +201,110 @@ def test_missing_data_is_an_error_only_where_the_runs_train(tmp_path: Path, monk
     assert str(in_fork(runs, here=True)).startswith(
         "runs/shard-{000..009}.tar: data.train: shard-000.tar does not exist; give"
     )
+
+
+def test_locations_of_data_are_read_as_the_data_module_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Text on the hub, texts with braces in their names, shards behind URLs and patterns, folders of videos."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a{b}.txt", "c:d.txt", "texts/one.txt", "videos/one.mp4", "shards/train-0.tar", "shards/train-1.tar"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    texts, clips = (tmp_path / f"{name}.yaml" for name in ("texts-of-data", "clips"))
+    trainer = "trainer: {accelerator: cpu, logger: false}\n"
+    texts.write_text(
+        "model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}\n" + trainer
+        + "data:\n  class_path: mhla_tasks.language.TextPassages\n"
+        "  init_args: {train: texts, val: texts, tokenizer: t}\n"
+    )  # fmt: skip
+    clips.write_text(
+        "model: {class_path: lightning.pytorch.demos.boring_classes.BoringModel}\n" + trainer
+        + "data:\n  class_path: mhla_tasks.video.VideoFolders\n  init_args: {train: videos, val: videos}\n"
+    )  # fmt: skip
+    shards = str(ROOT / "configs/classification/deit_t_imagenet.yaml")
+    shard_options = ["--data.val=shards", "--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.strategy=auto"]
+
+    accepted = [
+        (texts, "hub:org/name", []), (texts, "hub:org/name:config:split", []), (texts, "a{b}.txt", []),
+        (texts, "c:d.txt", []), (texts, "['hub:org/name', texts, 'a{b}.txt']", []),
+        (texts, "texts", ["--data.val=missing", "--trainer.limit_val_batches=0"]), (clips, "videos", []),
+        (shards, "http://localhost/train-{0..9}.tar", shard_options), (shards, "s3://bucket/train-0.tar", shard_options),
+        (shards, "hf://org/name/train-{000..009}.tar", shard_options), (shards, "shards/train-{0..1}.tar", shard_options),
+        (shards, "shards/*.tar", shard_options), (shards, "[shards/train-0.tar, 'gs://b/x.tar']", shard_options),
+    ]  # fmt: skip
+    runs = [
+        CheckedRun(f"runs/{number}", [f"--config={configuration}", f"--data.train={location}", *words])
+        for number, (configuration, location, words) in enumerate(accepted)
+    ]
+    runs.append(
+        CheckedRun("runs/recall", [f"--config={ROOT / 'configs/language/mqar.yaml'}", "--trainer.accelerator=cpu"])
+    )
+    rejected = [
+        (texts, ["--data.train=missing.txt"], "data.train: missing.txt is neither a file nor a folder"),
+        (texts, ["--data.train=[texts,'texts/*.txt']"], "data.train: texts/*.txt is neither a file nor a folder"),
+        (clips, ["--data.val=missing"], "data.val: missing is neither a file nor a folder"),
+        (shards, ["--data.train=shards/train-{0..2}.tar", *shard_options],
+         "data.train: shards/train-2.tar does not exist; give a folder of shards"),
+        (shards, ["--data.train=hub:org/name", *shard_options],
+         "'hub:org/name': shards come from a local path or"),
+    ]  # fmt: skip
+    single = [[CheckedRun("runs/a", [f"--config={configuration}", *words])] for configuration, words, _ in rejected]
+    accepted_runs, *problems = problems_in_fork([runs, *single], here=True)
+    assert accepted_runs is None
+    for problem, (_, _, message) in zip(problems, rejected, strict=True):
+        assert str(problem).startswith(f"runs/a: {message}")
+
+
+def test_models_that_only_the_cluster_has_are_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    configurations = ["language/linearize_stdlib", "classification/linearize_mnist", "video/digits_finetune"]
+    runs = [
+        CheckedRun(f"runs/{number}", [f"--config={ROOT / 'configs' / name}.yaml", "--model.pretrained=/models/llama"])
+        for number, name in enumerate(configurations)
+    ]
+    resumed = CheckedRun("runs/resumed", [f"--config={config(tmp_path)}", "--ckpt_path=/models/last.ckpt"])
+    wrong_words = (
+        ["--model.training.optimizer.lr=fast"], ["--data.batch_size=x"], ["--config=missing.yaml"], ["--sed=0"],
+    )  # fmt: skip
+    wrong = [[CheckedRun("runs/wrong", [f"--config={config(tmp_path)}", *words])] for words in wrong_words]
+    missing, *problems = problems_in_fork([[*runs, resumed], *wrong], here=False)
+    assert missing is None
+    for problem, words in zip(problems, wrong_words, strict=True):
+        assert str(problem).startswith("runs/wrong: "), words
+    assert "/models/llama is not a checkpoint" in str(in_fork(runs[:1], here=True))
+
+
+def test_the_check_runs_in_a_process_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    right, wrong = (
+        CheckedRun(f"runs/{lr}", [f"--config={config(tmp_path)}", f"--model.training.optimizer.lr={lr}"])
+        for lr in ("0.1", "fast")
+    )
+    assert find_problem([right], here=True) is None
+    assert str(find_problem([right, wrong], here=True)).startswith("runs/fast: ")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("raise ImportError('libcuda.so is missing')", "ended with status 1: ImportError: libcuda.so is missing"),
+        ("import os; os.kill(os.getpid(), 9)", "killed by signal 9, as if memory ran out: it printed nothing"),
+        ("print('done')", "ended with status 0: it printed nothing"),
+    ],
+    ids=["error", "killed", "text"],
+)
+def test_a_check_that_does_not_finish_is_a_warning(
+    program: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "broken_check.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run_checks, "PROGRAM", "broken_check")
+    assert find_problem([CheckedRun("runs/a", [])], here=True) is None
+    assert caplog.messages == [f"the options of the runs could not be checked ({message})"]
 
 
 def test_a_folder_of_something_else_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,14 +32,15 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         without checkpoints.
 
     Raises:
-        ValueError: if ``checkpoint`` does not exist or cannot be read, or if it names a class for the model or the data module
-            that configurations must not name.
+        FileNotFoundError: if ``checkpoint`` does not exist.
+        ValueError: if ``checkpoint`` cannot be read, or if it names a class for the model or the data module that
+            configurations must not name.
     """
     path = Path(checkpoint)
     if not path.exists():
         if "://" in checkpoint or ("/" not in checkpoint and not path.suffix):
             return {}
-        raise ValueError(f"ckpt_path {checkpoint} does not exist")
+        raise FileNotFoundError(f"ckpt_path {checkpoint} does not exist")
     if path.is_dir() and not is_sharded(path):
         below = find_checkpoints(path)
         if not below:

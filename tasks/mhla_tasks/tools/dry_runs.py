@@ -16,17 +16,18 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from typing_extensions import override
 
 from lightning_mhla.checkpoints.runs import check_folder
+from lightning_mhla.data import ShardSets
 from lightning_mhla.data.remote import url_scheme
 from lightning_mhla.data.shards import expand_braces, find_shards
 from mhla_tasks.commandline import shipped
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.errors import CommandFailed, explain
+from mhla_tasks.commandline.failures import chain
 from mhla_tasks.commandline.parser import SuiteCLI, short_type_errors
 from mhla_tasks.commandline.plan import make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
@@ -34,6 +35,9 @@ from mhla_tasks.tools.run_checks import CheckedRun
 
 LOCATIONS = ("train", "val")
 """Options of the suite's data modules that name files or folders."""
+
+HUB = "hub:"
+"""Beginning of a location of texts that names a data set on the Hugging Face Hub."""
 
 
 class DryCLI(SuiteCLI):
@@ -76,11 +80,11 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
             continue
         try:
             parsed = _build(run, here)
-        except (UsageError, CommandFailed) as error:
-            problems.append((number, str(error)))
-        except Exception as error:
-            text = explain(error)
-            if text is not None and not (isinstance(error, OSError) and not here):
+        except (Exception, CommandFailed) as error:
+            text = str(error) if isinstance(error, UsageError | CommandFailed) else explain(error)
+            # The parser turns an error of a constructor into a ValueError, so a missing file may be the cause of any error.
+            missing = any(isinstance(link, OSError) for link in chain(error))
+            if text is not None and (here or not missing):
                 problems.append((number, text))
         else:
             same = options.setdefault(parsed, number)
@@ -114,31 +118,49 @@ def _build(run: CheckedRun, here: bool) -> str:
         command_line = DryCLI(plan)
     if here:
         command_line.instantiate_trainer()
-        _check_files(command_line.config)
+        _check_files(command_line)
     return command_line.options
 
 
-def _check_files(options: Any) -> None:
+def _check_files(command_line: DryCLI) -> None:
     """Check that the local files and folders exist that a data module of the suite reads.
 
+    A location is looked up as the data module does it: as shards if the module reads shards, otherwise as a file or folder.
+
     Args:
-        options: parsed options of the run.
+        command_line: command line whose data module has been built.
 
     Raises:
         FileNotFoundError: if a file or folder does not exist. The message names it.
     """
-    data = options.get("data")
+    data = command_line.config.get("data")
     if data is None or not str(data.class_path).startswith("mhla_tasks."):
         return
+    shards = getattr(command_line.config_init.data, "shards", None)
     for name in LOCATIONS:
-        locations = data.init_args.get(name)
-        for location in locations if isinstance(locations, list) else [locations]:
-            for path in expand_braces(str(location)) if location is not None else ():
-                if not url_scheme(path) and not Path(path).is_dir():
-                    try:
-                        find_shards(path)
-                    except FileNotFoundError as error:
-                        raise FileNotFoundError(f"data.{name}: {error}") from None
+        value = data.init_args.get(name)
+        locations = [
+            location for location in (value if isinstance(value, list) else [value]) if isinstance(location, str)
+        ]
+        try:
+            if isinstance(shards, ShardSets):
+                _check_shards(locations)
+            elif name == "train" or command_line.config.trainer.limit_val_batches != 0:  # otherwise, val is never read
+                _check_paths(locations)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"data.{name}: {error}") from None
+
+
+def _check_shards(locations: Sequence[str]) -> None:
+    for path in (path for location in locations for path in expand_braces(location)):
+        if not url_scheme(path) and not Path(path).is_dir():
+            find_shards(path)
+
+
+def _check_paths(locations: Sequence[str]) -> None:
+    for location in locations:
+        if not location.startswith(HUB) and not Path(location).exists():
+            raise FileNotFoundError(f"{location} is neither a file nor a folder")
 
 
 def main() -> None:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mhla_tasks.commandline.console import harmless
+from mhla_tasks.tools.processes import describe_status, exit_status
+
+log = logging.getLogger(__name__)
+
 PROGRAM = "mhla_tasks.tools.dry_runs"
 """Module that checks the runs. It is not imported here, because it imports all libraries that training needs."""
+
+LONGEST_CAUSE = 500
+"""Maximum number of characters of the warning's cause."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +43,19 @@ def find_problem(runs: Sequence[CheckedRun], here: bool) -> str | None:
         here: whether the runs train on this machine, so that their devices and local files must exist.
 
     Returns:
-        Error message that names the run; None if no error was found, or if the check itself did not finish.
+        Error message that names the run; None if no error was found. If the check itself does not finish, a warning is logged
+        and None is returned, because the runs report their errors themselves.
     """
     request = json.dumps({"here": here, "runs": [asdict(run) for run in runs]})
     command = [sys.executable, "-m", PROGRAM]
-    done = subprocess.run(command, input=request, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    done = subprocess.run(command, input=request, capture_output=True, text=True, errors="replace")
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
-    except ValueError:  # the process was killed, for example; the runs report what is wrong
+    except ValueError:
+        lines = done.stderr.split("\n")
+        cause = next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
+        status = describe_status(exit_status(done.returncode))
+        log.warning("the options of the runs could not be checked (%s: %s)", status, harmless(cause)[:LONGEST_CAUSE])
         return None
     problem: str | None = answer["problem"]
     return problem
