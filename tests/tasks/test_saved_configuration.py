@@ -25,19 +25,39 @@ CALLBACKS = {
 }
 
 
+def words_of(name: str, *options: str) -> list[str]:
+    return [f"--trainer.callbacks+={name}", *(f"--trainer.callbacks.{option}" for option in options)]
+
+
+def saved_options(text: str, name: str) -> dict[str, Any]:
+    """Return the options of the callback with a name in a configuration."""
+    callbacks = yaml.safe_load(text)["trainer"]["callbacks"]
+    (options,) = [entry["init_args"] for entry in callbacks if entry["class_path"].endswith(f".{name}")]
+    return dict(options)
+
+
 @pytest.mark.parametrize(("words", "saved"), CALLBACKS.values(), ids=CALLBACKS)
-def test_callbacks_of_lightning_are_saved_and_read_again(
-    tmp_path: Path, words: list[str], saved: dict[str, Any]
+def test_callbacks_of_lightning_are_printed_and_read_again(
+    tmp_path: Path, words: list[str], saved: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = write_config(tmp_path)
+    for added in (words_of(*words), []):
+        with pytest.raises(SystemExit) as done:
+            main(["fit", f"--config={config}", *added, "--print_config"])
+        assert not done.value.code
+        text = capsys.readouterr().out
+        assert saved_options(text, words[0]).items() >= saved.items()
+        config.write_text(text)
+
+
+@pytest.mark.parametrize("case", ["an Enum as default", "a device"])
+def test_callbacks_of_lightning_are_saved_with_a_run(tmp_path: Path, case: str) -> None:
+    words, saved = CALLBACKS[case]
     run = tmp_path / "run"
-    name, *options = words
-    words_of_callback = [f"--trainer.callbacks+={name}", *(f"--trainer.callbacks.{option}" for option in options)]
-    main(["fit", f"--config={write_config(tmp_path)}", f"--run_dir={run}", "--trainer.max_steps=0", *words_of_callback])
-    main(["fit", f"--run_dir={run}", "--trainer.max_steps=0"])
-    callbacks = yaml.safe_load((run / "config.yaml").read_text())["trainer"]["callbacks"]
-    (options_of_it,) = [entry["init_args"] for entry in callbacks if entry["class_path"].endswith(f".{name}")]
-    assert options_of_it.items() >= saved.items()
-    assert "erialize" not in (run / "config.yaml").read_text()
+    first = [f"--config={write_config(tmp_path)}", *words_of(*words)]
+    for start in (first, []):
+        main(["fit", f"--run_dir={run}", "--trainer.max_steps=0", *start])
+    assert saved_options((run / "config.yaml").read_text(), words[0]).items() >= saved.items()
 
 
 class Color(Enum):
