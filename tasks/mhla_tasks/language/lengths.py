@@ -1,4 +1,4 @@
-"""Warning for texts that are longer than the softmax attention of a model was trained on.
+"""Limits of the length of a text: the position table of a model, and the context of its softmax attention.
 
 transformers reminds of ``max_position_embeddings`` with every model that has this option, also where all layers have attention
 that keeps its quality at any length.
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_mhla.swap import swapped_layers
@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 
 REMINDERS = logging.getLogger("transformers.generation.stopping_criteria")
 """Logger of transformers' reminder."""
+
+TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
+"""Names of modules with learned positions in models of transformers."""
 
 _warned: WeakSet[PreTrainedModel] = WeakSet()
 
@@ -46,6 +49,24 @@ def softmax_context(network: PreTrainedModel) -> int | None:
         return limit
     is_replaced = len(new) == len(layers) and all(layer.kind != "softmax" for layer in new.values())
     return None if is_replaced else limit
+
+
+def position_table(network: PreTrainedModel) -> int | None:
+    """Return the number of tokens for which a model has learned positions, as GPT-2 and OPT have; None if it has no such table.
+
+    The model cannot read more tokens, whatever its kind of attention.
+
+    Args:
+        network: causal language model of this package or of transformers, whose attention may have been replaced.
+    """
+    tables = (
+        module.num_embeddings
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in TABLES
+    )
+    # A table may have further rows: that of OPT begins with two for padding.
+    limit = getattr(network.config, "max_position_embeddings", None)
+    return min((rows if limit is None else min(rows, limit) for rows in tables), default=None)
 
 
 def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
@@ -91,7 +112,16 @@ def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **optio
 
     Returns:
         The result of ``generate``.
+
+    Raises:
+        ValueError: if the prompts and the requested new tokens exceed the table of positions of the model.
     """
+    limit, new = position_table(network), options.get("max_new_tokens", 1)
+    if limit is not None and ids.shape[1] + new - 1 > limit:  # the last new token is not an input
+        raise ValueError(
+            f"a prompt of {ids.shape[1]} tokens and max_new_tokens={new} exceed the {limit} positions that the model has; "
+            "shorten the prompt, or lower max_new_tokens"
+        )
     with without_reminder():
         output = network.generate(input_ids=ids, attention_mask=mask, **options)
     sequences = output if isinstance(output, Tensor) else output.sequences

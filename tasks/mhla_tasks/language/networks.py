@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_mhla.swap.networks import build_configuration
 from lightning_mhla.system.sharding import is_sharded_module
+from mhla_tasks.language.lengths import position_table
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
 
@@ -120,11 +121,14 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum sequence length of an MHLA model in tokens.
+    """Return the maximum number of tokens that a model can read; None without a limit.
 
-    None means that an MHLA model has no limit, or that the model is not an MHLA model.
+    Mixing coefficients of an MHLA model and learned positions of other models limit the number.
+
+    Args:
+        network: causal language model of this package or of transformers.
     """
-    return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else None
+    return network.backbone.max_tokens if isinstance(network, MHLAForCausalLM) else position_table(network)
 
 
 def training_flops(network: PreTrainedModel) -> float:

@@ -1,4 +1,4 @@
-"""One warning where softmax layers read more than they were trained on, and none for attention that works at any length."""
+"""Errors beyond learned positions; one warning where softmax layers read more than they were trained on, and none for attention that works at any length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,21 @@ from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
 from mhla_tasks.language.chat import Chat
 from mhla_tasks.language.encoding import encode_texts
 from mhla_tasks.language.generate import continue_prompts
-from mhla_tasks.language.lengths import softmax_context
+from mhla_tasks.language.lengths import generate_tokens, softmax_context
 from mhla_tasks.language.tokenizer import train_tokenizer
 from small import SENTENCES, small_model
-from transformers import LlamaConfig, LlamaForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from lightning_mhla import AttentionConfig, swap_attention
 
@@ -120,3 +131,46 @@ def test_a_long_text_to_encode_is_no_warning(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     assert len(encode_texts(tokenizer, [" ".join(SENTENCES)])[0]) > 32
     assert not any(text in caplog.text for text in THEIRS)
+
+
+def gpt2(vocabulary: int = 340) -> Any:
+    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+
+
+def gpt2_replaced() -> Any:
+    network = gpt2()
+    swap_attention(network, AttentionConfig(kind="linear"))
+    return network
+
+
+def gpt_neo() -> Any:
+    sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "attention_types": [[["global"], 1]]}
+    return GPTNeoForCausalLM(GPTNeoConfig(vocab_size=340, max_position_embeddings=32, **sizes)).eval()
+
+
+def opt() -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16}
+    return OPTForCausalLM(OPTConfig(vocab_size=340, max_position_embeddings=32, word_embed_proj_dim=16, **sizes)).eval()
+
+
+@pytest.mark.parametrize("model", [gpt2, gpt2_replaced, gpt_neo, opt])
+def test_more_tokens_than_learned_positions_are_an_error_before_generation(model: Any) -> None:
+    network, ids = model(), torch.full((1, 30), 5)
+    options = {"min_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
+    assert generate_tokens(network, ids, torch.ones_like(ids), max_new_tokens=3, **options).shape == (1, 33)
+    with pytest.raises(ValueError, match="30 tokens and max_new_tokens=4 exceed the 32 positions"):
+        generate_tokens(network, ids, torch.ones_like(ids), max_new_tokens=4, **options)
+
+
+def test_generate_and_chat_stop_at_learned_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = train_tokenizer(SENTENCES, 340)
+    tokenizer.save_pretrained(tmp_path)
+    network = gpt2(len(tokenizer))
+    network.save_pretrained(tmp_path)
+    continue_prompts(str(tmp_path), "a b", None, {}, 0, "cpu")
+    with pytest.raises(ValueError, match="max_new_tokens=60 exceed the 32 positions"):
+        continue_prompts(str(tmp_path), "a b", 60, {}, 0, "cpu")
+    talk = Chat(network, tokenizer, None, 100, {"temperature": 0})
+    talk.answer("a")
+    talk.answer("a b c d e f g h i j k l m n o p q r s t u v w x y z")
+    assert "the model reads at most 32" in capsys.readouterr().err

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mhla_tasks.language.encoding import encode_prompts, encode_texts
 from mhla_tasks.language.export import load_model
+from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import longest
 
 log = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class MHLALM(HFLM):
 
     Raises:
         FileNotFoundError: if there is no such model or tokenizer.
-        ValueError: if ``cut`` or ``dtype`` is invalid.
+        ValueError: if ``cut`` or ``dtype`` is invalid, or ``max_length`` exceeds the learned positions of the model.
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class MHLALM(HFLM):
             model = model.to(device=_device(device), dtype=weights)
         limit = longest(model)
         if length is not None and limit is not None and length > limit:
+            if not isinstance(model, MHLAForCausalLM):
+                raise ValueError(f"max_length={length} exceeds the {limit} positions that the model has; lower it")
             model = copy.deepcopy(model) if model is pretrained else model
             model.extend(length)
         for unused in ("trust_remote_code", "parallelize"):
