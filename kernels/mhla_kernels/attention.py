@@ -54,8 +54,8 @@ def mhla_attention(
 
     **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (with ``elu(x) + 1``, for example), or pass ``normalize=False``. On a CPU,
-    every call raises a ValueError for negative features, except rounding errors. On an accelerator, only the first call checks
-    them. Compiled graphs do not check them.
+    every call raises a ValueError for negative features, except rounding errors. On an accelerator, only the first call of the
+    process on this device checks them. Compiled graphs do not check them.
 
     The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
     for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
@@ -121,12 +121,14 @@ def mhla_attention(
         Outputs, ``[B, N, H, Dv]`` in the dtype of ``v``, contiguous (``[B, Nq, H, Dv]`` in cross-attention). Zeros if q and k
         have no features (Dk = 0), or if there are no keys.
 
-        With ``causal``, a finite query, key or value at a later token does not change a single bit of an earlier output, with
-        any algorithm. The same holds for the gradients of the earlier outputs while the later outputs are finite too. A key or
-        value that is infinite or NaN makes the rows of its block non-finite, from its own row on. Rows of later blocks are then
-        meaningless (with ``"parallel"`` they are non-finite). With ``causal="block"``, the same is true of tokens in later
-        blocks, and all rows of the block become non-finite. Gradients of earlier outputs keep their bits even if a later block
-        overflows.
+        With ``causal=True``, earlier outputs do not depend on later tokens: no finite query, key or value at a later token
+        changes a single bit of them, with any algorithm. Their gradients are also bit-identical if the later outputs are
+        finite. An infinite or NaN key or value makes the rows of its block non-finite, from its own row on. Rows of later
+        blocks are then meaningless (with ``"parallel"`` they are non-finite).
+
+        With ``causal="block"``, the same holds for tokens of later blocks, with two differences. An infinite or NaN key or
+        value makes all rows of its block non-finite. The gradients of earlier outputs are bit-identical even if outputs of a
+        later block overflow.
 
         In cross-attention, a masked key, or a finite key of a different packed sequence, does not change a single bit of an
         output or of a gradient. Where the bounds of the sequences are on a CPU, this also holds for infinite and NaN keys.

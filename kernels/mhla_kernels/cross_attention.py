@@ -58,7 +58,8 @@ def choose_cross_form(problem: CrossProblem, backend: Literal["torch", "triton"]
     """Choose the algorithm with the lower estimated cost for a cross-attention call.
 
     If a number of tokens is symbolic, as under ``torch.export``, the choice is ``"chunked"``. The cost of packed sequences is
-    estimated for sequences of average length, unless only the device knows their bounds and PyTorch computes all pairs.
+    estimated for sequences of average length. The exception is PyTorch with bounds on an accelerator: there, the parallel
+    form computes all pairs of tokens, so the cost is that of one long sequence.
 
     Args:
         problem: checked arguments of the call.

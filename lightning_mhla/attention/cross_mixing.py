@@ -90,8 +90,8 @@ class DenseCrossCoefficients(FreeCoefficients):
             first: number of query blocks before these, for a later part of a sequence.
 
         Raises:
-            ValueError: if there are more blocks than the coefficients were made for, or if a layout without ``block_size`` has
-                a different number of blocks along an axis.
+            ValueError: if there are more blocks than the coefficients were made for. If a layout has no ``block_size``, also if
+                its number of blocks along an axis differs from the number that they were made for.
         """
         blocks = []
         for name, grid, skipped, layout in zip(

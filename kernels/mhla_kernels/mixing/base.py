@@ -1,4 +1,4 @@
-"""Interface of mixing coefficients, the weights with which each block reads the summaries of other blocks.
+"""Interface of mixing coefficients, the weights with which a query block reads the summaries of key blocks.
 
 A new kind of coefficients needs only its tensors and a method that returns its matrix.
 

@@ -1,6 +1,6 @@
 """Callback that saves the configuration of a training run as ``config.yaml`` in the folder of the run.
 
-Importing this module also makes parsers write values that YAML cannot represent in a form that can be read again.
+Importing this module also changes how parsers save values that YAML cannot represent, so that they can be read back.
 """
 
 from __future__ import annotations
