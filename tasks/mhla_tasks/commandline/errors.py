@@ -141,8 +141,9 @@ def report_usage_error(text: str, program: str) -> NoReturn:
         text: the error message.
         program: name of the command or tool, such as ``lightning fit``.
     """
-    sys.stderr.write(f"error: {printable(text)}\nhelp: {program} --help\n")
-    raise CommandFailed(text, 2)
+    message = printable(text)
+    sys.stderr.write(f"error: {message}\nhelp: {program} --help\n")
+    raise CommandFailed(message, 2)
 
 
 def _report(error: Exception) -> None:
