@@ -211,6 +211,7 @@ def test_pictures_of_the_user_beside_samples_stay(tmp_path: Path, output: Any) -
     make(tmp_path, "samples.npz.part")
     Image.new("L", (2, 2)).save(tmp_path / "samples/000099-class1.png")
     trainer: Any = SimpleNamespace(
+        fast_dev_run=False,
         log_dir=str(tmp_path), default_root_dir=str(tmp_path), is_global_zero=True,
         predict_dataloaders=SimpleNamespace(source=[0, 1]), strategy=SimpleNamespace(barrier=lambda: None),
     )  # fmt: skip
