@@ -55,8 +55,11 @@ class Classifier(NamesClasses):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if the number of class names is not ``num_classes``.
+        ValueError: if ``num_classes`` is below 2, or is not the number of class names.
     """
+
+    least_classes: ClassVar[int] = 2
+    """Minimum number of classes that the training data must have."""
 
     usage: ClassVar[dict[str, str]] = {"Classify images": "lightning predict {run} --data.predict_dir=IMAGES"}
     network: Any
@@ -75,6 +78,10 @@ class Classifier(NamesClasses):
     ) -> None:
         super().__init__(training)
         mixup = as_dataclass(MixupConfig, mixup)
+        if num_classes < self.least_classes:
+            raise ValueError(
+                f"num_classes={num_classes} must be at least {self.least_classes}, the classes to tell apart"
+            )
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
         self.num_classes, self.label_smoothing = num_classes, label_smoothing

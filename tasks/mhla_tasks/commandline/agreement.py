@@ -87,7 +87,8 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
 
     Raises:
         FileNotFoundError: if the training data does not exist, and ``num_classes`` of the model is not set either.
-        ValueError: if a source sets ``num_classes`` of the model to a different number.
+        ValueError: if a source sets ``num_classes`` of the model to a different number, or the data has fewer classes than the
+            model needs.
     """
     data = parts["data"]
     if data.get("num_classes", 0) is not None or "num_classes" not in parts["model"]:
@@ -106,6 +107,13 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
         source for source in sources if _arguments(source.values.get("model")).get("num_classes") is not None
     ]
     number = parts["model"]["num_classes"]
+    model_module, _, model_name = str(options.model.class_path).rpartition(".")
+    least = getattr(getattr(import_module(model_module), model_name), "least_classes", 1)
+    if len(names) < least:
+        raise ValueError(
+            f"the training data {data['train']} has {len(names)} class ({', '.join(names)}), and {model_name} needs at least "
+            f"{least}; name the folder that has one subfolder for each class, or shards of several classes (--data.train)"
+        )
     if setting_sources and number != len(names):
         raise ValueError(
             contradiction(data["train"], names, f"model num_classes={number} ({setting_sources[-1].origin})")

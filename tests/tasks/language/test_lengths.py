@@ -134,7 +134,9 @@ def test_a_long_text_to_encode_is_no_warning(
 
 
 def gpt2(vocabulary: int = 340) -> Any:
-    return GPT2LMHeadModel(GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=vocabulary, n_positions=32, n_embd=16, n_layer=1, n_head=2, attn_pdrop=0)
+    ).eval()
 
 
 def gpt2_replaced() -> Any:
