@@ -297,8 +297,8 @@ class Linearization:
         with torch.no_grad():
             expected = self.host.predict(self._teacher, *inputs)
         distance = self.host.distance(predicted, expected)
-        module.log(self.host.loss_name, plain.detach(), batch_size=size)
-        module.log(self.host.distance_name, distance.detach(), batch_size=size)
+        for name, value in ((self.host.loss_name, plain), (self.host.distance_name, distance)):
+            module.log(name, value.detach(), batch_size=size, sync_dist=True)
         return module.log_loss(self.options.weighted(plain, distance), size)
 
 

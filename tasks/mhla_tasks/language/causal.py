@@ -208,14 +208,19 @@ class CausalLanguageModel(TrainingModule):
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
         if "target_mask" in batch:
-            return self._balanced(loss, self._targets(batch, share))
+            loss = self._balanced(loss, self._targets(batch, share))
+            mean = loss.detach().clone()
+            if self.trainer.world_size > 1:
+                torch.distributed.all_reduce(mean)
+            self.log_loss(mean / self.trainer.world_size, len(batch["tokens"]))
+            return loss
         if share is not None:
             loss = loss * share.weight  # gradients are averaged over processes, whose numbers of tokens may differ
         self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
         return loss
 
     def _balanced(self, loss: Tensor, targets: Tensor) -> Tensor:
-        """Log the loss, and weight it by the number of targets of this process, which differs from process to process.
+        """Weight the loss by the number of targets of this process, which differs from process to process.
 
         Args:
             loss: mean over the targets of this process, a scalar.
@@ -224,16 +229,11 @@ class CausalLanguageModel(TrainingModule):
         Returns:
             The weighted loss. Its average over the processes is the mean over the targets of all processes.
         """
-        mean = loss.detach()
         if self.trainer.world_size > 1:
             local = (targets != IGNORED).sum().float()
             total = local.clone()
             torch.distributed.all_reduce(total)
             loss = loss * local * self.trainer.world_size / total.clamp(min=1)
-            mean = loss.detach().clone()
-            torch.distributed.all_reduce(mean)
-            mean = mean / self.trainer.world_size
-        self.log_loss(mean, len(targets))
         return loss
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:

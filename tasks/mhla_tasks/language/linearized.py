@@ -135,11 +135,8 @@ class LinearizedModel(CausalLanguageModel):
             setattr(setting, name, token)
 
     @override
-    def configure_model(self) -> None:
-        if self._pretrained is not None:
-            load_source(self.network, self._pretrained, AutoModelForCausalLM)
-            self._pretrained = None
-        super().configure_model()
+    def start_from(self, pretrained: str) -> None:
+        load_source(self.network, pretrained, AutoModelForCausalLM)
 
     def on_fit_start(self) -> None:
         """Prepare both training stages: check that layers can be matched, and load the teacher model.
@@ -167,6 +164,8 @@ class LinearizedModel(CausalLanguageModel):
             return super().training_step(batch, batch_idx)
         scores = _scores(self.network, inputs)
         plain = logits_cross_entropy(scores.flatten(0, 1), targets.flatten())
+        if "target_mask" in batch:
+            plain = self._balanced(plain, targets)
         return self.linearization.distilled_loss(self, plain, scores, inputs)
 
 

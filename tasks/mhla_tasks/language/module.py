@@ -6,6 +6,8 @@ import logging
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from lightning_mhla import AttentionConfig
 from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
@@ -107,15 +109,12 @@ class LanguageModel(CausalLanguageModel):
             )
         self.take(ours, context, generation)
 
-    def configure_model(self) -> None:
-        """Load the weights of ``pretrained`` if it was given, then compile and shard the model if requested."""
-        if self._pretrained is not None:
-            # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
-            ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
-            heads = [f"{name}." for name, module in self.network.named_modules() if any(module is end for end in ends)]
-            adopt(self.network, read_pretrained(self._pretrained), self._pretrained, heads=heads)
-            self._pretrained = None
-        super().configure_model()
+    @override
+    def start_from(self, pretrained: str) -> None:
+        # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
+        ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
+        heads = [f"{name}." for name, module in self.network.named_modules() if any(module is end for end in ends)]
+        adopt(self.network, read_pretrained(pretrained), pretrained, heads=heads)
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:

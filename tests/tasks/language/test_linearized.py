@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -40,31 +41,39 @@ import os, sys
 from pathlib import Path
 import torch
 sys.path.append(sys.argv[3])
-from test_linearized import fit, linearized
+from test_linearized import Patterns, fit, linearized
 from lightning_mhla.training.linearize import TransferOptions
 torch.manual_seed(0)
-model = linearized(sys.argv[1], distillation=TransferOptions(layer_steps=2))
+replies = sys.argv[4] == "replies"
+options = {"teacher": sys.argv[1]} if replies else {"layer_steps": 2}
+model = linearized(sys.argv[1], distillation=TransferOptions(**options))
 strategy = {"strategy": "ddp_find_unused_parameters_true", "devices": 2, "use_distributed_sampler": False}
-fit(model, 4, Path(sys.argv[2]), ranks=(int(os.environ["RANK"]),), **strategy)
+fit(model, 4, Path(sys.argv[2]), Patterns((int(os.environ["RANK"]),), replies=replies), **strategy)
 """
 
 
 class Patterns(LightningDataModule):
-    """Rows of tokens that count up from a drawn start, in batches of 8.
+    """Rows of tokens that count up from a drawn start.
 
     Args:
         ranks: ranks whose batches this process reads in turn, of two processes that share the rows; none for one process.
+        batch_size: number of rows in a batch of one process.
+        replies: whether the loss counts some tokens only; the first batch of rank 1 has none of them.
     """
 
-    def __init__(self, ranks: tuple[int, ...] = ()) -> None:
+    def __init__(self, ranks: tuple[int, ...] = (), batch_size: int = 8, replies: bool = False) -> None:
         super().__init__()
-        self.ranks = ranks
+        self.ranks, self.batch_size, self.replies = ranks, batch_size, replies
 
     def train_dataloader(self) -> Any:
         starts = torch.randint(40, (400, 1), generator=torch.Generator().manual_seed(0))
         samples = [{"tokens": row} for row in (starts + torch.arange(49)) % 40]
+        if self.replies:
+            for number, sample in enumerate(samples):
+                counted = 0 if number < 16 and number % 2 else number * 7 % 40
+                sample["target_mask"] = torch.arange(48) < counted
         if not self.ranks:
-            return DataLoader(samples, batch_size=8)
+            return DataLoader(samples, batch_size=self.batch_size)
         batches = [range(start + rank, start + 16, 2) for start in range(0, 400, 16) for rank in self.ranks]
         return DataLoader(samples, batch_sampler=batches)
 
@@ -86,13 +95,17 @@ def linearized(source: Path, **options: Any) -> LinearizedModel:
     return LinearizedModel(str(source), WINDOW, context=48, **grouped(optimizer=OptimizerConfig(lr=0.01), **options))
 
 
-def fit(model: Any, steps: int, folder: Path, ranks: tuple[int, ...] = (), **options: Any) -> Path:
+def fit(model: Any, steps: int, folder: Path, data: Patterns | None = None, **options: Any) -> Path:
     """Train a model, and return the path of a checkpoint."""
     trainer = Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, **options,
     )  # fmt: skip
-    trainer.fit(model, Patterns(ranks))
+    trainer.fit(model, data or Patterns())
+    if trainer.is_global_zero:
+        folder.mkdir(parents=True, exist_ok=True)
+        logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        (folder / "metrics.json").write_text(json.dumps(logged))
     trainer.save_checkpoint(folder / "last.ckpt")
     return folder / "last.ckpt"
 
@@ -117,17 +130,26 @@ def test_the_first_steps_train_what_the_swap_added_and_the_rest_the_model(source
     )
 
 
-def test_two_processes_match_layers_as_one_does(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["layers", "replies"])
+def test_two_processes_train_as_one_does(kind: str, source: Path, tmp_path: Path) -> None:
+    """In the stage that matches layers, and with a teacher and different numbers of tokens that the loss counts."""
     status, output = fork_server().program(
         PROCESS,
-        *(source, tmp_path / "two", Path(__file__).parents[1]),
+        *(source, tmp_path / "two", Path(__file__).parents[1], kind),
         processes=2,
         PATH_OF_TESTS=str(Path(__file__).parent),
     )
     assert status == 0, output
     torch.manual_seed(0)
-    model = linearized(source, distillation=TransferOptions(layer_steps=2))
-    one = fit(model, 4, tmp_path / "one", ranks=(0, 1), accumulate_grad_batches=2)
+    if kind == "layers":
+        model = linearized(source, distillation=TransferOptions(layer_steps=2))
+        one = fit(model, 4, tmp_path / "one", Patterns((0, 1)), accumulate_grad_batches=2)
+    else:
+        model = linearized(source, distillation=TransferOptions(teacher=str(source)))
+        one = fit(model, 4, tmp_path / "one", Patterns(batch_size=16, replies=True))
+        alone, shared = (json.loads((tmp_path / name / "metrics.json").read_text()) for name in ("one", "two"))
+        assert "train/text_loss" in alone
+        assert shared == pytest.approx(alone, rel=1e-4)
     expected, learned = (torch.load(path, weights_only=True) for path in (one, tmp_path / "two/last.ckpt"))
     assert learned["global_step"] == 4
     for name, tensor in expected["state_dict"].items():
