@@ -102,8 +102,8 @@ def logger(class_path: str, /, **arguments: Any) -> Namespace:
 
 def placed(run: Path, logger: Any) -> Any:
     options = Namespace(run_dir=str(run), trainer=Namespace(logger=logger, default_root_dir="runs"))
-    folder = use_run_folder(options)
-    assert folder.taken
+    use_run_folder(options)
+    assert (run / "lock").exists()
     assert options.trainer.default_root_dir == str(run)
     return options.trainer.logger
 
