@@ -201,6 +201,7 @@ LONG = (
     "test_sweep::test_a_sweep_trains_every_combination_once_and_compares",
     "test_sweep::test_locations_of_data_are_read_as_the_data_module_reads_them",
     "test_sweep::test_the_check_runs_in_a_process_of_its_own",
+    "test_trial::test_forked_processes_of_a_trial_leave_no_file",
     "test_sweep::test_ctrl_c_ends_the_sweep_and_not_its_run_alone",
     "test_text_to_image_training::test_cross_attention_is_replaced_by_an_option",
     "test_text_to_image_training::test_pictures_and_scores_are_drawn_on_two_processes",

@@ -208,6 +208,7 @@ def _child(request: dict[str, Any]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell makes its background processes ignore SIGINT
     os.chdir(request["folder"])
     os.environ.update(request["environment"])
+    tempfile.tempdir = None  # the libraries of the parent have looked it up; TMPDIR may be different now
     sys.path[:0] = [os.environ["PATH_OF_TESTS"]] if "PATH_OF_TESTS" in os.environ else []
     import numpy as np
     import torch

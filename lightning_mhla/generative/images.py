@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from lightning_mhla.system.files import written_whole
-from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.folders import run_folder, shown_place
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class SampleWriter(Callback):
         if not trainer.is_global_zero:
             return
         if self.output == "png":
-            log.info("%d samples written to %s", self._count, self._folder / "samples")
+            log.info("%d samples written to %s", self._count, shown_place(trainer, self._folder / "samples"))
             return
         target = self._folder / "samples.npz"
         with written_whole(target) as aside, ZipFile(aside, "w", ZIP_STORED) as archive:
@@ -97,7 +97,7 @@ class SampleWriter(Callback):
                 path.unlink()
         with suppress(OSError):  # the folder may hold files of the user
             (self._folder / "samples").rmdir()
-        log.info("%d samples written to %s", self._count, target)
+        log.info("%d samples written to %s", self._count, shown_place(trainer, target))
 
     def _arrays(self) -> tuple[Path, Path]:
         return self._folder / "samples" / "images.npy.mhla-part", self._folder / "samples" / "labels.npy.mhla-part"

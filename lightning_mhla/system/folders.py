@@ -2,33 +2,95 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
-from lightning import Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_mhla.system.listing import shown
 
 Row = TypeVar("Row")
 
 
-_DISCARDED: WeakKeyDictionary[Trainer, TemporaryDirectory[str]] = WeakKeyDictionary()
-"""Folders of trials with ``fast_dev_run``. A folder is removed with its trainer, at the latest when the process ends."""
+class TrialFolder(Callback):
+    """Callback that creates the temporary folder of a trial with ``fast_dev_run``, and removes it when the trial ends or fails.
+
+    The first process creates the folder, and all processes use it. A callback removes it, because processes that Lightning
+    forks or spawns end without the cleanup of the interpreter.
+
+    Attributes:
+        path: path of the folder, the same on every process; None while there is no folder.
+    """
+
+    def __init__(self) -> None:
+        self.path: Path | None = None
+        self._created: TemporaryDirectory[str] | None = None
+
+    def create(self, trainer: Trainer) -> Path:
+        """Return the folder, which is created by the first call. Every process must make the first call."""
+        if self.path is None:
+            if trainer.is_global_zero:
+                self._created = TemporaryDirectory(prefix="fast-dev-run-", ignore_cleanup_errors=True)
+            name = "" if self._created is None else self._created.name
+            self.path = Path(trainer.strategy.broadcast(name))
+            if trainer.local_rank == 0:  # on every machine
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            trainer.strategy.barrier()
+        return self.path
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Remove the folder after all processes have finished the trial."""
+        if self.path is not None:
+            trainer.strategy.barrier()
+            self._remove()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Remove the folder after a failure, without waiting for processes that may have failed too."""
+        self._remove()
+
+    def _remove(self) -> None:
+        if self._created is not None:
+            self._created.cleanup()
+        if self.path is not None:  # a process on a different machine, or one that wrote after the first one had failed
+            shutil.rmtree(self.path, ignore_errors=True)
+        self.path = self._created = None
 
 
 def run_folder(trainer: Trainer) -> Path:
     """Return the log folder of a run, the same on every process. Every process must call this function.
 
-    A trial with ``fast_dev_run`` writes nothing that remains. Its callbacks write to a temporary folder of the process, so that
-    their code is tried, too.
+    A trial with ``fast_dev_run`` writes nothing that remains. Its callbacks write to a temporary folder, so that their code is
+    tried, too.
     """
     if is_trial(trainer):
-        if trainer not in _DISCARDED:
-            _DISCARDED[trainer] = TemporaryDirectory(prefix="fast-dev-run-", ignore_cleanup_errors=True)
-        return Path(_DISCARDED[trainer].name)
+        return _trial_folder(trainer).create(trainer)
     return Path(trainer.log_dir or trainer.default_root_dir)
+
+
+def _trial_folder(trainer: Trainer) -> TrialFolder:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+    for callback in callbacks:
+        if isinstance(callback, TrialFolder):
+            return callback
+    # The last callback, so that the others can write until their last hook.
+    callbacks.append(TrialFolder())
+    return _trial_folder(trainer)
+
+
+def shown_place(trainer: Trainer, path: Path) -> str:
+    """Return the text for the path of an output in a message, which does not name a temporary folder of a trial.
+
+    Args:
+        trainer: trainer of the run.
+        path: path of a file or folder that was written.
+    """
+    if is_trial(trainer) and path.is_relative_to(_trial_folder(trainer).path or path):
+        return "a temporary folder (fast_dev_run keeps no file)"
+    return shown(path)
 
 
 def is_trial(trainer: Trainer) -> bool:

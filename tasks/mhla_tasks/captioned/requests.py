@@ -17,8 +17,8 @@ from torch import Tensor
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import run_folder
-from lightning_mhla.system.listing import is_file_name, shown
+from lightning_mhla.system.folders import run_folder, shown_place
+from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.redaction import redacted
 from mhla_tasks.captioned.text import TextConfig, read_prompts
@@ -161,8 +161,7 @@ class SampleFolder(Callback):
         default_folder = run_folder(trainer)
         self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
-        if trainer.is_global_zero:
-            (self.folder / self.kind).mkdir(parents=True, exist_ok=True)
+        (self.folder / self.kind).mkdir(parents=True, exist_ok=True)  # on every machine: a folder may be local
         self._check_origin(trainer, pl_module)
         trainer.strategy.barrier()
 
@@ -248,9 +247,10 @@ class SampleFolder(Callback):
         if not rows:
             return
         first, seconds = rows[0], median(row["seconds"] for row in rows)
+        place = shown_place(trainer, self.folder / self.kind)
         frames = f"{first['frames']} frames of " if "frames" in first else ""
         Console(soft_wrap=True, highlight=False).print(
-            f"{len(rows)} {self.kind} of {frames}{first['height']} x {first['width']} in {shown(self.folder / self.kind)}: "
+            f"{len(rows)} {self.kind} of {frames}{first['height']} x {first['width']} in {place}: "
             f"{seconds:.2f} s each (median), {first.get('at_once', 1)} at once",
             markup=False,
         )

@@ -14,7 +14,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import gather_rows, run_folder
+from lightning_mhla.system.folders import gather_rows, run_folder, shown_place
 from lightning_mhla.system.listing import shown, without_controls
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class PredictionTable(Callback):
             best = names[max(range(len(probability)), key=probability.__getitem__)]
             writer.writerow([image, best, *(f"{p:.6f}" for p in probability)])
         write_whole(path, stream.getvalue())
-        log.info("%d predictions written to %s", len(rows), path)
+        log.info("%d predictions written to %s", len(rows), shown_place(trainer, path))
         if len(rows) < len(images):
             limited = trainer.limit_predict_batches != 1.0
             broken = "are not images that can be decoded, see above"
@@ -76,9 +76,15 @@ class PredictionTable(Callback):
 
 
 def _distinct(names: list[str]) -> list[str]:
-    """Append its label to each class name that occurs twice, or is the name of another column of the table."""
-    counts = Counter([*COLUMNS, *names])
-    return [name if counts[name] == 1 else f"{name} ({label})" for label, name in enumerate(names)]
+    """Append its label to each class name that is also the heading of a different column of the table."""
+    headings = list(names)
+    while True:
+        counts = Counter([*COLUMNS, *headings])
+        equal = [label for label, name in enumerate(names) if counts[headings[label]] > 1 and headings[label] == name]
+        if not equal:
+            return headings
+        for label in equal:  # the new heading may be the name of a class that has no label yet, such as `crane (134)`
+            headings[label] = f"{names[label]} ({label})"
 
 
 def _cell(name: str) -> str:

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from lightning_mhla.data.lines import has_surrogates
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.folders import gather_rows, run_folder
+from lightning_mhla.system.folders import gather_rows, run_folder, shown_place
 from mhla_tasks.language.columns import read_column, table_kind
 from mhla_tasks.language.dialogues import Document
 
@@ -160,4 +160,4 @@ class ContinuationFile(Callback):
             for _, prompt, continuation in sorted(rows)
         )
         write_whole(path, "".join(f"{line}\n" for line in lines))
-        log.info("%d continuations written to %s", len(rows), path)
+        log.info("%d continuations written to %s", len(rows), shown_place(trainer, path))
