@@ -4,7 +4,11 @@ The byte count of a token is the number of bytes of the text that it spells
 (:func:`mhla_tasks.language.tokenizer.token_bytes`). Some tokenizers change a text before they split it: they add a space in
 front, drop spaces, or compose or replace characters. The byte counts of their tokens do not add up to the bytes of the text.
 The difference is the number of missing bytes of a document. It is stored beside the tokens of the document and spread evenly
-over them, so that the sums are exact.
+over them, so that the sums over complete documents are exact.
+
+With ``assistant_only_loss``, only replies in a dialogue count, and the share of the missing bytes that falls to their tokens
+is an estimate: the bytes that are missing in the messages of the user may be more or fewer. Bits per byte of replies are exact
+for tokenizers that do not change a text. For others, compare them only between models with the same tokenizer and data.
 """
 
 from __future__ import annotations
