@@ -218,7 +218,9 @@ def test_texts_stay_as_typed() -> None:
 
 
 def test_brackets_and_nothing_are_texts_where_no_class_can_stand() -> None:
-    found = options("--config", DIGITS, "--data.predict_dir=[a]", "--model.pretrained=a: b", "--trainer.max_epochs=null")
+    found = options(
+        "--config", DIGITS, "--data.predict_dir=[a]", "--model.pretrained=a: b", "--trainer.max_epochs=null"
+    )
     assert (found["data"]["init_args"]["predict_dir"], found["model"]["init_args"]["pretrained"]) == ("[a]", "a: b")
     assert found["trainer"]["max_epochs"] == "null"
     assert options("--config", DIGITS, "--trainer.callbacks=null")["trainer"]["callbacks"] is None

@@ -392,11 +392,12 @@ class CausalLanguageModel(TrainingModule):
         return cast(TextSums, self.sums[stage])
 
     def _log_sums(self, stage: Stage) -> None:
-        if self.trainer.sanity_checking:  # Lightning logs none of it, and its few batches may have no token that counts
-            self._sums(stage).reset()
+        sums, is_trial = self._sums(stage), self.trainer.sanity_checking or self.trainer.fast_dev_run
+        if is_trial and not sums.compute()["tokens"]:  # the few batches of a trial may have no token that counts
+            sums.reset()
             return
         groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
-        for name, value in self._sums(stage).take(stage, groups).items():
+        for name, value in sums.take(stage, groups).items():
             self.log(f"{stage}/{name}", value, prog_bar=name in ("bits_per_byte", "accuracy"), sync_dist=True)
 
 

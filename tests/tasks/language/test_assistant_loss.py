@@ -365,6 +365,18 @@ def test_the_sanity_check_needs_no_reply(sanity: int, questions: int, tmp_path: 
     assert metrics[0] == metrics[1]
 
 
+def test_a_trial_needs_no_reply(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"messages": rows([("user", "how are you " * 60), ("assistant", "fine")])}) + "\n")
+    (shard,) = write_token_shards(tmp_path / "shards", [str(path)], chat_tokenizer(), column="messages")
+    data = TokenShards(
+        str(shard), str(shard), batch_size=1, context=32, num_workers=0, seed=0, assistant_only_loss=True
+    )
+    trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, fast_dev_run=True)
+    trainer.fit(small_model(vocab_size=400, context=32), data)
+    assert "val/loss" not in trainer.callback_metrics, "the only batch of a trial has no reply"
+
+
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
     """Their numbers of reply tokens differ, and a batch may have none in one process; with shared sequences, too."""
     write_token_shards(tmp_path / "shards", [write_chats(tmp_path / "a.jsonl")], chat_tokenizer(), column="messages")
