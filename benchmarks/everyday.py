@@ -19,6 +19,9 @@ The comparisons are:
                     same data
 """
 
+# Longer than other modules because every comparison builds the same work for this package and for its peer.
+
+
 from __future__ import annotations
 
 import argparse

@@ -13,6 +13,9 @@ documents, one after the other, and is asked for a number that stands in one sen
 ``--length`` and the learning rates vary the recipe. Computed with one thread, in bfloat16 autocast.
 """
 
+# Longer than other modules because rows, recipe, measurements and picture of one study belong together.
+
+
 from __future__ import annotations
 
 import argparse

@@ -5,6 +5,9 @@ Every block has the same number of slots. A slot without a token holds zeros.
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """
 
+# Longer than other modules because equal, uneven and packed blocks share the layout and its checks.
+
+
 from __future__ import annotations
 
 from collections import OrderedDict

@@ -20,6 +20,9 @@ Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks
 value, ``W = K V + K`` numbers of a summary.
 """
 
+# Longer than other modules because it documents all arguments of the public function and checks them.
+
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -3,6 +3,9 @@
 All decisions about when a checkpoint is written, and which one a run resumes from, are made in this module.
 """
 
+# Longer than other modules because all decisions about saving and resuming are in one callback.
+
+
 from __future__ import annotations
 
 import logging

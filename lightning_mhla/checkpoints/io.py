@@ -1,5 +1,8 @@
 """Checkpoint files: atomic writing, checks before reading, and the search for the latest complete checkpoint of a run."""
 
+# Longer than other modules because writing, checks and the search for a checkpoint rely on the same marks of a complete file.
+
+
 from __future__ import annotations
 
 import logging

@@ -18,6 +18,9 @@ In text encoders, every token attends to all others. A text shorter than ``max_p
 only the mixing coefficients of these blocks. Image encoders need ``block_grid`` instead of ``block_size``.
 """
 
+# Longer than other modules because the differences between families of transformers models are handled in one place.
+
+
 from __future__ import annotations
 
 import inspect

@@ -1,7 +1,7 @@
-"""Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint.
+"""Base class of all training modules, with optimizer, weight average, seeds, sharding, and resuming from a checkpoint."""
 
-Lightning calls all of these hooks on one object, so they are in one class.
-"""
+# Longer than other modules because Lightning calls all of these hooks on one object, so they are in one class.
+
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
 """Hierarchical vision transformer (VLT) of the RALA paper (arXiv 2411.07635), with a configurable kind of attention."""
 
+# Longer than other modules because it contains the complete model.
+
+
 from __future__ import annotations
 
 from collections.abc import Sequence
