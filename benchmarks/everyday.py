@@ -21,7 +21,6 @@ The comparisons are:
 
 # Longer than other modules because every comparison builds the same work for this package and for its peer.
 
-
 from __future__ import annotations
 
 import argparse

@@ -15,7 +15,6 @@ documents, one after the other, and is asked for a number that stands in one sen
 
 # Longer than other modules because rows, recipe, measurements and picture of one study belong together.
 
-
 from __future__ import annotations
 
 import argparse

@@ -7,7 +7,6 @@ Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots 
 
 # Longer than other modules because equal, uneven and packed blocks share the layout and its checks.
 
-
 from __future__ import annotations
 
 from collections import OrderedDict

@@ -22,7 +22,6 @@ value, ``W = K V + K`` numbers of a summary.
 
 # Longer than other modules because it documents all arguments of the public function and checks them.
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -5,7 +5,6 @@ All decisions about when a checkpoint is written, and which one a run resumes fr
 
 # Longer than other modules because all decisions about saving and resuming are in one callback.
 
-
 from __future__ import annotations
 
 import logging

@@ -2,7 +2,6 @@
 
 # Longer than other modules because writing, checks and the search for a checkpoint rely on the same marks of a complete file.
 
-
 from __future__ import annotations
 
 import logging

@@ -20,7 +20,6 @@ only the mixing coefficients of these blocks. Image encoders need ``block_grid``
 
 # Longer than other modules because the differences between families of transformers models are handled in one place.
 
-
 from __future__ import annotations
 
 import inspect

@@ -2,7 +2,6 @@
 
 # Longer than other modules because Lightning calls all of these hooks on one object, so they are in one class.
 
-
 from __future__ import annotations
 
 import logging

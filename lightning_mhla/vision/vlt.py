@@ -2,7 +2,6 @@
 
 # Longer than other modules because it contains the complete model.
 
-
 from __future__ import annotations
 
 from collections.abc import Sequence

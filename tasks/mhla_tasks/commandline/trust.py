@@ -9,7 +9,6 @@ others because it contains all rules for these import paths.
 
 # Longer than other modules because the rules for permitted classes must be readable together.
 
-
 from __future__ import annotations
 
 import dataclasses
