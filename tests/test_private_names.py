@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline, ModelMixin
 from huggingface_hub import PyTorchModelHubMixin
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, RichProgressBar
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, launchers
 from mhla_tasks.language.model import MHLAForCausalLM, MHLAModel
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModel, GenerationMixin, PreTrainedModel
@@ -129,6 +129,10 @@ LIGHTNING: dict[tuple[Any, str], str] = {
     (DeviceMesh, "_flatten"): "no sequence parallelism under FSDP2",
     (Remembering(), "_hparams"): "checkpoints hold dataclasses and cannot be read safely",
     (Remembering(), "_hparams_initial"): "loggers get dataclasses",
+    (
+        launchers._MultiProcessingLauncher(DDPStrategy()),
+        "_start_method",
+    ): "a run in spawned processes that fails at its end loses its log files",
     (DDPStrategy(), "_ddp_kwargs"): "layer-wise distillation does not see find_unused_parameters",
     (RichProgressBar, "_get_train_description"): "the progress bar shows Epoch 0/-2",
     (ModelParallelStrategy, "_setup_distributed"): "FullyShardedStrategy starts no process group",

@@ -270,7 +270,8 @@ class LogFiles:
                 with suppress(OSError):  # the folder does not exist, or holds other files
                     folder.rmdir()
         for table, renamed in self._renamed.items():
-            renamed.rename(table)
+            with suppress(FileNotFoundError):  # somebody has deleted it, which must not hide the error of the start
+                renamed.rename(table)
         for options, content in self._replaced.items():
             if options.read_bytes() != content:
                 options.write_bytes(content)

@@ -33,6 +33,11 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
     return getattr(strategy, "_ddp_kwargs", {})
 
 
+def trains_in_children(trainer: Trainer) -> bool:
+    """Return whether a trainer forks or spawns all processes that train, so that this process does not see their callbacks."""
+    return getattr(trainer.strategy.launcher, "_start_method", None) is not None
+
+
 def logged_step(trainer: Trainer) -> int:
     """Return the step number that Lightning attaches to the metrics it logs."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped

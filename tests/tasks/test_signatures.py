@@ -9,7 +9,14 @@ from typing import Any, Literal
 import pytest
 from lightning import Callback, Trainer
 from mhla_tasks.classification import ImageClassifier
-from mhla_tasks.commandline.signatures import option_classes, option_dataclasses, option_names, parameter_bases
+from mhla_tasks.commandline.signatures import (
+    accepts_null,
+    option_classes,
+    option_dataclasses,
+    option_names,
+    parameter_bases,
+)
+from typing_extensions import TypeAliasType
 
 from lightning_mhla import AttentionConfig
 
@@ -90,3 +97,20 @@ def test_fields_that_no_caller_gives_are_no_options() -> None:
 def test_options_of_any_name_are_not_checked() -> None:
     assert option_names(Open) is None
     assert option_names(Parts) == {"root", "parts", "several", "word", "function", "anything", "plain"}
+
+
+Number = TypeAliasType("Number", int | None)
+
+
+class Aliased:
+    def __init__(self, number: Number = 3, plain: int = 3, text: str | None = "a", anything: Any = 1) -> None:
+        pass
+
+
+def test_null_is_accepted_behind_an_alias() -> None:
+    assert [accepts_null(Aliased, name) for name in ("number", "plain", "text", "anything")] == [
+        True,
+        False,
+        True,
+        True,
+    ]

@@ -26,6 +26,7 @@ from typing_extensions import override
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.io import CHECKPOINTS, replace_checkpoint_io
 from lightning_mhla.checkpoints.runs import LogFiles, RunFolder, remove_log_folder
+from lightning_mhla.system.lightning_private import trains_in_children
 from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
 from mhla_tasks.commandline.arguments import UsageError, read_words
@@ -239,9 +240,8 @@ def _has_progress_bar(trainer: Namespace) -> bool:
 
 def is_rejected(trainer: Trainer) -> bool:
     """Return whether a failed ``fit`` ended before its first training batch, and not in another process."""
-    launcher = trainer.strategy.launcher
-    if launcher is not None and launcher.is_interactive_compatible:
-        return False  # the processes that train are children, whose callbacks this process does not see
+    if trains_in_children(trainer):
+        return False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
     return any(isinstance(callback, SaveConfig) and not callback.already_saved for callback in callbacks)
 

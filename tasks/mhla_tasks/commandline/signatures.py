@@ -128,6 +128,8 @@ def union_members(hint: Any) -> tuple[Any, ...]:
         return union_members(typing.get_args(hint)[0])
     if isinstance(hint, typing.TypeVar):
         return (Any,)
+    if hasattr(hint, "__value__"):  # an alias by a type statement, which Python 3.11 does not have
+        return union_members(hint.__value__)
     return typing.get_args(hint) if origin is typing.Literal else (hint,)
 
 

@@ -157,7 +157,7 @@ class ChatTemplate:
             raise _unknown(0) from error
         prompt = prompted.removeprefix(question)
         start = rendered.find(prompt)
-        if start < 0:
+        if not prompt or start < 0:  # a template without a prompt does not show where the reply begins
             raise _unknown(0)
         return start + len(prompt)
 

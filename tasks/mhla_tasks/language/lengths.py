@@ -60,7 +60,8 @@ def position_table(network: PreTrainedModel) -> int | None:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
     """
     tables = (
-        module.num_embeddings
+        # the positions of RoBERTa begin after the row for padding, within its max_position_embeddings rows
+        module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in network.named_modules()
         if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in TABLES
     )

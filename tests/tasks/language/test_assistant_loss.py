@@ -70,6 +70,10 @@ FIRST_ROLE = "{% if messages[0]['role'] == 'tool' %}{{ raise_exception('no') }}{
 QUIET_FIRST = CHATML.replace(
     "<|im_start|>{{ message.role }}\n", "{% if not loop.first %}<|im_start|>{{ message.role }}\n{% endif %}"
 )
+WITHOUT_PROMPT = (  # as with Llama 2, with a default system message
+    "{% if messages[0].role != 'system' %}[SYS] Be helpful [/SYS] {% endif %}{% for m in messages %}"
+    "{% if m.role == 'user' %}[INST] {{ m.content }} [/INST] {% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+)
 THINKS_FIRST = CHATML.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\n<think>\n{% endif %}")
 
 
@@ -161,6 +165,7 @@ def test_dialogues_may_begin_with_the_assistant(template: str) -> None:
     [
         (THINKS_FIRST, [("assistant", "b"), ("user", "a"), ("assistant", "c")]),
         (QUIET_FIRST, [("assistant", "b"), ("user", "a"), ("assistant", "c")]),
+        (WITHOUT_PROMPT, [("assistant", "b"), ("user", "a"), ("assistant", "c")]),
         (SYSTEM_LAST, [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d")]),
         (THINKS_FIRST, TURNS[0]),
         ("{% if messages[-1].role == 'user' %}{{ raise_exception('no') }}{% endif %}" + CHATML, TURNS[0]),
@@ -169,6 +174,7 @@ def test_dialogues_may_begin_with_the_assistant(template: str) -> None:
     ids=[
         "reasoning in the first prompt",
         "first reply without the prompt",
+        "no prompt",
         "system message moves",
         "reasoning in the prompt",
         "rejects a question",

@@ -26,6 +26,8 @@ from transformers import (
     MambaForCausalLM,
     OPTConfig,
     OPTForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
 )
 
 from lightning_mhla import AttentionConfig, swap_attention
@@ -155,7 +157,15 @@ def opt() -> Any:
     return OPTForCausalLM(OPTConfig(vocab_size=340, max_position_embeddings=32, word_embed_proj_dim=16, **sizes)).eval()
 
 
-@pytest.mark.parametrize("model", [gpt2, gpt2_replaced, gpt_neo, opt])
+def roberta() -> Any:
+    """Its positions begin after the row for padding: 34 rows are for 32 tokens."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    return RobertaForCausalLM(
+        RobertaConfig(vocab_size=340, max_position_embeddings=34, is_decoder=True, **sizes)
+    ).eval()
+
+
+@pytest.mark.parametrize("model", [gpt2, gpt2_replaced, gpt_neo, opt, roberta])
 def test_more_tokens_than_learned_positions_are_an_error_before_generation(model: Any) -> None:
     network, ids = model(), torch.full((1, 30), 5)
     options = {"min_new_tokens": 3, "pad_token_id": 0, "do_sample": False}
