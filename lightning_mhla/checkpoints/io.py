@@ -49,6 +49,13 @@ def remove_secrets(checkpoint: dict[str, Any]) -> None:
             checkpoint[name] = redacted(checkpoint[name])
 
 
+PASSED_WEIGHTS = ".temp.ckpt"
+"""Name of the file in which Lightning passes trained weights from a forked or spawned process to the main process.
+
+The file holds the weights alone, so it is not checked as a training checkpoint.
+"""
+
+
 class WholeCheckpointIO(TorchCheckpointIO):
     """Lightning checkpoint plugin that writes local files atomically, and verifies a checkpoint before reading it.
 
@@ -101,6 +108,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             with _told(path):
                 return super().load_checkpoint(path, map_location, weights_only=True)  # whatever the caller asked for
+        if Path(path).name == PASSED_WEIGHTS:
+            return super().load_checkpoint(path, map_location, weights_only=True)
         resolved = resolve_checkpoint(Path(path))
         if resolved.is_dir():
             from lightning_mhla.checkpoints.sharded_tensors import load_whole  # slow to import

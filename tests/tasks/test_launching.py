@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,30 @@ def test_lightnings_launcher_resumes_a_run_in_its_folder(tmp_path: Path) -> None
     }  # fmt: skip
     assert not (tmp_path / "elsewhere").exists()
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["devices"] in (2, "2")
+
+
+@pytest.mark.parametrize("strategy", ["ddp_fork", "ddp_spawn"])
+def test_processes_of_notebooks_hand_back_their_weights(strategy: str, tmp_path: Path) -> None:
+    """``ddp_notebook`` forks, too. The logs of the run stay, although the process that started it has trained nothing."""
+    config = write_config(tmp_path)
+    program = (
+        "from mhla_tasks.commandline.parser import main\n"
+        f"if __name__ == '__main__':\n    main(['fit', '--config={config}', '--trainer.strategy={strategy}', "
+        "'--trainer.devices=2', '--trainer.accelerator=cpu', '--trainer.max_steps=2'])\n"
+    )
+    (tmp_path / "program.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "program.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    (table,) = tmp_path.rglob("metrics.csv")
+    assert len(table.read_text().splitlines()) > 2
+    (checkpoint,) = tmp_path.rglob("last.ckpt")
+    assert torch.load(checkpoint, weights_only=True)["global_step"] == 2
 
 
 @pytest.mark.parametrize(
