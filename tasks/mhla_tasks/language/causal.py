@@ -392,7 +392,8 @@ class CausalLanguageModel(TrainingModule):
         return cast(TextSums, self.sums[stage])
 
     def _log_sums(self, stage: Stage) -> None:
-        sums, is_trial = self._sums(stage), self.trainer.sanity_checking or self.trainer.fast_dev_run
+        sums = self._sums(stage)
+        is_trial = self.trainer.sanity_checking or self.trainer.fast_dev_run  # type: ignore[attr-defined]
         if is_trial and not sums.compute()["tokens"]:  # the few batches of a trial may have no token that counts
             sums.reset()
             return
