@@ -287,7 +287,7 @@ def resolve_checkpoint(path: Path) -> Path:
         Path of a complete checkpoint.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if no checkpoint exists at the path.
         ValueError: if the checkpoint is damaged, or the folder has no complete one.
     """
     return _first_process(lambda: _checked(path))
@@ -304,7 +304,7 @@ def consolidate(source: Path, target: Path) -> Path:
         Path of the checkpoint that was read.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if no checkpoint exists at the path.
         ValueError: if the checkpoint is damaged, or ``target`` exists already.
     """
     if target.exists():

@@ -273,8 +273,7 @@ class LogFiles:
             with suppress(FileNotFoundError):  # somebody has deleted it, which must not hide the error of the start
                 renamed.rename(table)
         for options, content in self._replaced.items():
-            if options.read_bytes() != content:
-                options.write_bytes(content)
+            options.write_bytes(content)
 
 
 def _numbered(file: Path) -> Path:

@@ -23,7 +23,7 @@ class TrialFolder(Callback):
     forks or spawns end without the cleanup of the interpreter.
 
     Attributes:
-        path: path of the folder, the same on every process; None while there is no folder.
+        path: path of the folder, the same in all processes; None before it is created and after it is removed.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class TrialFolder(Callback):
         if self.path is None:
             if trainer.is_global_zero:
                 self._created = TemporaryDirectory(prefix="fast-dev-run-", ignore_cleanup_errors=True)
-            name = "" if self._created is None else self._created.name
+            name = None if self._created is None else self._created.name
             self.path = Path(trainer.strategy.broadcast(name))
             if trainer.local_rank == 0:  # on every machine
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)

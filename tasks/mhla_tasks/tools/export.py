@@ -60,7 +60,7 @@ def write_export(
         license_name: license of the model, for the card; None if it is not known.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if no checkpoint exists at the path.
         ValueError: if the checkpoint was not trained with this package, or the model's task does not support one of the
             options.
     """
@@ -140,7 +140,7 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
         The Lightning module with its weights.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if no checkpoint exists at the path.
         ValueError: if the checkpoint was not trained with this package, or if importing the class of its model is not allowed.
     """
     path = resolve_checkpoint(checkpoint)

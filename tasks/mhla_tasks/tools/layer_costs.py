@@ -45,7 +45,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
         * ``layer_kinds``: ``keep`` or ``replace`` for each layer of the hybrid model, for the model's option of this name.
 
     Raises:
-        FileNotFoundError: if there is no checkpoint.
+        FileNotFoundError: if no checkpoint exists at the path.
         ValueError: if the model has a different class or no replaced layers, if ``keep`` or ``batches`` is out of range, or if
             the data has no validation samples.
     """
