@@ -35,7 +35,7 @@ class TrialFolder(Callback):
         if self.path is None:
             if trainer.is_global_zero:
                 self._created = TemporaryDirectory(prefix="fast-dev-run-", ignore_cleanup_errors=True)
-            name = None if self._created is None else self._created.name
+            name = "" if self._created is None else self._created.name
             self.path = Path(trainer.strategy.broadcast(name))
             if trainer.local_rank == 0:  # on every machine
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
