@@ -5,12 +5,15 @@
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --steps 60 240 --out benchmarks/results
     lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --seed 1 --long --out benchmarks/results
     lightning bench real_language smollm2 --texts texts --rows mhla_window --lora 8 --distill 1 --out benchmarks/results
+    lightning bench real_language smollm2 --texts texts --rows softmax mhla_window --steps 60 480 --curve 5 \
+        --out benchmarks/results
 
 Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
 documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
 original model, trained on the same batches. With ``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out
 documents, one after the other, and is asked for a number that stands in one sentence between them. ``--lora``, ``--distill``,
-``--length`` and the learning rates vary the recipe. Computed with one thread, in bfloat16 autocast.
+``--weights``, ``--length`` and the learning rates vary the recipe. ``--curve`` measures the perplexity during training, too, at
+a constant learning rate. Computed with one thread, in bfloat16 autocast.
 """
 
 # Longer than other modules because rows, recipe, measurements and picture of one study belong together.
@@ -22,17 +25,23 @@ import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from mhla_kernels.attention import without_autocast
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig, swap_attention
+from lightning_mhla.attention.features import LearnedFeatures
+from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained
 from lightning_mhla.system.figures import make_panels
@@ -63,10 +72,12 @@ ROWS: dict[str, dict[str, Any] | None] = {
         **WINDOW, "mixing": "dense", "mixing_init": "uniform", "mixing_trainable": False, "options": FAR,
     },
     "mhla_window dense": {**WINDOW, "mixing": "dense", "options": FAR},
+    "mhla_window norms": {**WINDOW, "options": FAR},
     "mhla": {**WINDOW, "kind": "mhla"},
     "linear": {"kind": "linear", "feature_map": "learned"},
 }  # fmt: skip
-"""Options of the new attention by row; None for the original one. A number is the block size, if it is not 128."""
+"""Options of the new attention by row; None for the original one. A number is the block size, if it is not 128. In the row
+"mhla_window norms", features keep the norms of queries and keys (:class:`NormKeepingFeatures`)."""
 
 CONTEXT = 1024
 """Tokens of a training sample, unless ``--length`` gives others for the second stage."""
@@ -101,11 +112,36 @@ RECIPE: dict[str, tuple[float, str]] = {
     "length": (CONTEXT, "tokens of a sample of the second stage"),
     "lora": (0, "rank of adapters to train in place of all weights in the second stage, 0 for all weights"),
     "distill": (0.0, "weight of the divergence from the original's predictions in the second stage, 0 for none"),
+    "weights": (0.0, "weight of the cross-entropy of attention weights in the first stage, 0 for none"),
+    "curve": (
+        0,
+        "number of measurements in the second stage, each after twice the steps of the one before it; 0 for one",
+    ),
 }
 """Default and help of the options that vary the training."""
 
 LOWEST_LR = 0.05
 """Share of the peak learning rate at the end of the cosine schedule."""
+
+SMALLEST_WEIGHT = 1e-6
+"""Attention weight below which the cross-entropy of attention weights does not grow."""
+
+
+class NormKeepingFeatures(LearnedFeatures):
+    """Learned features whose norm is that of the query or key that they come from.
+
+    The idea is that of the norm-preserving features of STILL (arXiv 2602.02180): the learned map gives the direction only, and
+    the norm, which says how sharply softmax would attend, is that of the original.
+    """
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute features as :class:`LearnedFeatures` does; the logarithm of the divisor of each query is 0."""
+        f, divisor, g = super().forward(q, k)
+        f, g = (
+            F.normalize(features, dim=-1) * x.to(features.dtype).norm(dim=-1, keepdim=True)
+            for features, x in ((f, q), (g, k))
+        )
+        return f, torch.zeros_like(divisor), g
 
 
 def read_tokens(texts: Path, stage: str, tokenizer: Any) -> list[Tensor]:
@@ -187,26 +223,90 @@ def read_long(model: Any, tokenizer: Any, text: Tensor) -> dict[str, Any]:
     }
 
 
-def train(parameters: list[dict[str, Any]], steps: int, loss_of: Any, data: Iterator[Tensor]) -> float:
-    """Train with AdamW, warm-up and a cosine, and return the seconds of this process."""
-    begin = time.process_time()
-    optimizer = torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.95))
-    warmup = max(1, steps // 10)
+def weight_distance(inputs: AttentionInputs, compute: Callable[[AttentionInputs], Tensor]) -> Tensor:
+    """Return the cross-entropy between the weights of softmax and those of a replaced layer, in nats, averaged over queries.
+
+    Args:
+        inputs: queries, keys and values of the layer.
+        compute: function that computes the new attention of the layer, which is causal. Its outputs for one-hot values are its
+            weights.
+    """
+    with without_autocast("cpu"):
+        units = torch.eye(inputs.v.shape[1])[None, :, None].expand(*inputs.v.shape[:3], -1)
+        inputs = replace(inputs, q=inputs.q.float(), k=inputs.k.float(), v=units)
+        q, k = inputs.q.transpose(1, 2), inputs.k.transpose(1, 2)
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        right = scores.masked_fill(later, -math.inf).softmax(-1)
+        weights = compute(inputs).transpose(1, 2)
+        return -(right * weights.clamp(min=SMALLEST_WEIGHT).log()).sum(-1).mean()
+
+
+def matching_loss(model: Any, batch: Tensor, weight: float) -> Tensor:
+    """Return the loss of the first stage: the distance of outputs, and ``weight`` times the cross-entropy of weights."""
+    distances: list[Tensor] = []
+    layers = swapped_layers(model).values() if weight else ()
+
+    def attend(inputs: AttentionInputs, compute: Callable[[AttentionInputs], Tensor]) -> Tensor:
+        distances.append(checkpoint(partial(weight_distance, inputs, compute), use_reentrant=False))
+        return compute(inputs)
+
+    for layer in layers:
+        layer.attend = partial(attend, compute=layer.attend)  # type: ignore[method-assign]
+    try:
+        with autocast():
+            loss = transfer_loss(model, lambda: model.model(batch[:, :-1], use_cache=False))
+    finally:
+        for layer in layers:
+            del layer.attend  # the method of the class again
+    return loss + weight * torch.stack(distances).mean() if distances else loss
+
+
+def measured_steps(steps: int, count: int) -> list[int]:
+    """Return ``count`` numbers of steps, each half of the next, and the last ``steps``."""
+    return [steps // 2 ** (count - number) for number in range(1, count + 1)]
+
+
+def train(
+    parameters: list[dict[str, Any]],
+    steps: int,
+    loss_of: Callable[[Tensor], Tensor],
+    data: Iterator[Tensor],
+    measured: Callable[[int], None] | None = None,
+) -> float:
+    """Train with AdamW and warm-up, and return the seconds of this process.
+
+    Args:
+        parameters: groups of parameters of the optimizer.
+        steps: number of optimizer steps.
+        loss_of: function that returns the loss of a batch.
+        data: batches.
+        measured: function that is called after each step with the number of steps so far, and whose seconds do not count. The
+            learning rate then stays constant after warm-up, so that each step could be the last one. With None, the learning
+            rate falls by a cosine.
+    """
+    seconds, optimizer = 0.0, torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.95))
+    warmup = max(1, (STEPS[1] if measured else steps) // 10)
 
     def rate(step: int) -> float:
-        done = max(0, step - warmup) / max(1, steps - warmup)
+        done = 0.0 if measured else max(0, step - warmup) / max(1, steps - warmup)
         return min(1.0, (step + 1) / warmup) * (LOWEST_LR + (1 - LOWEST_LR) * 0.5 * (1 + math.cos(math.pi * done)))
 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     trained = [parameter for group in parameters for parameter in group["params"]]
-    for _, batch in zip(range(steps), data, strict=False):
+    for step, batch in zip(range(1, steps + 1), data, strict=False):
+        begin = time.process_time()
         loss = loss_of(batch)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         schedule.step()
-    return time.process_time() - begin
+        seconds += time.process_time() - begin
+        if measured:
+            measured(step)
+    return seconds
 
 
 def load(source: str) -> Any:
@@ -240,12 +340,11 @@ def run_row(
             swap_attention(model, AttentionConfig(**config), layer_kinds=kinds)
             row["kept"] = expensive
         added = [parameter for layer in swapped_layers(model).values() for parameter in layer.parameters()]
+        if name.endswith("norms"):
+            for layer in swapped_layers(model).values():
+                layer.features.__class__ = NormKeepingFeatures
         row["swapped"] = perplexities(model, short)
-
-        def distance(batch: Tensor) -> Tensor:
-            with autocast():
-                return transfer_loss(model, lambda: model.model(batch[:, :-1], use_cache=False))
-
+        distance = partial(matching_loss, model, weight=options.weights)
         if not name.startswith("window"):  # without far tokens, nothing was added that could be matched
             groups = [{"params": added, "lr": options.match_lr}]
             row["match"] = {"steps": options.steps[0], "seconds": train(groups, options.steps[0], distance, data)}
@@ -278,8 +377,21 @@ def run_row(
 
     groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": 10 * options.tune_lr}]
     groups = [group for group in groups if group["params"]]
-    row["tune"] = {"steps": options.steps[1], "seconds": train(groups, options.steps[1], text_loss, data)}
-    row["tuned"] = perplexities(model.eval(), held_out)
+    steps = measured_steps(options.steps[1], options.curve)
+    curve: dict[str, Any] = {}
+
+    def measure(step: int) -> None:
+        if step in steps:
+            was_training = model.training
+            curve[str(step)] = perplexities(model.eval(), held_out)
+            model.train(was_training)
+            print(f"{name}, step {step}: {json.dumps(curve[str(step)])}", flush=True)
+
+    seconds = train(groups, options.steps[1], text_loss, data, measure if steps else None)
+    row["tune"] = {"steps": options.steps[1], "seconds": seconds}
+    if steps:
+        row["steps"] = curve
+    row["tuned"] = curve[str(options.steps[1])] if steps else perplexities(model.eval(), held_out)
     if options.long:
         row["long"] = read_long(
             model, AutoTokenizer.from_pretrained(options.source, trust_remote_code=False), long_text
