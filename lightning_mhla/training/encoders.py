@@ -64,15 +64,6 @@ class EncoderDistillation:
         if not any(getattr(self, name) for name in weights):
             raise ValueError(f"one of distillation.{', distillation.'.join(weights)} must be positive")
 
-    def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
-        """Return the distance from the teacher unchanged, because encoders have no loss on labels to add to it.
-
-        Args:
-            plain: not used.
-            distance: weighted distance from the teacher, a scalar.
-        """
-        return distance
-
 
 class LinearizedEncoder(TrainingModule):
     """Base class of modules that train an encoder with replaced attention to match the original encoder.

@@ -43,6 +43,10 @@ class TwoStageOptions(Protocol):
     def teacher(self) -> str | None:
         """Path or name of the weights of the teacher, the model before its attention was replaced; None for no teacher."""
 
+
+class DistillationOptions(TwoStageOptions, Protocol):
+    """Protocol for the options of two-stage training whose second stage has a loss on data beside that of the teacher."""
+
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
 
@@ -212,13 +216,13 @@ class ScoringHost(LinearizedHost):
 class Linearization:
     """Teacher and losses of two-stage training after the attention of a model was replaced.
 
-    A training module calls :meth:`start` once. In each training step, it calls :meth:`layer_loss` in the first stage, which
-    trains each replaced layer to reproduce its original attention, or :meth:`distilled_loss` in the second stage, which trains
-    the complete model. The object is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that
-    it holds is therefore not trained, averaged or saved.
+    A training module calls :meth:`start` once. In each training step of the first stage, which trains each replaced layer
+    to reproduce its original attention, it calls :meth:`layer_loss`. The second stage trains the complete model. The object
+    is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is therefore not
+    trained, averaged or saved.
 
     Args:
-        options: number of steps of the first stage, path of the teacher, and weights of the losses of the second stage.
+        options: number of steps of the first stage, and path of the teacher.
         host: operations that depend on the library of the model.
     """
 
@@ -277,6 +281,19 @@ class Linearization:
         module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
         return module.log_loss(loss, len(inputs[0]))
 
+
+class DistilledLinearization(Linearization):
+    """Two-stage training whose second stage adds the distance from the teacher's predictions to the loss on the data.
+
+    Args:
+        options: number of steps of the first stage, path of the teacher, and weights of the losses of the second stage.
+        host: operations that depend on the library of the model.
+    """
+
+    def __init__(self, options: DistillationOptions, host: LinearizedHost) -> None:
+        super().__init__(options, host)
+        self._weighted = options.weighted
+
     def distilled_loss(self, module: TrainingModule, plain: Tensor, predicted: Tensor, *inputs: Tensor) -> Tensor:
         """Add the weighted distance from the teacher's predictions to the weighted loss on the data; log and return the sum.
 
@@ -299,7 +316,7 @@ class Linearization:
         distance = self.host.distance(predicted, expected)
         for name, value in ((self.host.loss_name, plain), (self.host.distance_name, distance)):
             module.log(name, value.detach(), batch_size=size, sync_dist=True)
-        return module.log_loss(self.options.weighted(plain, distance), size)
+        return module.log_loss(self._weighted(plain, distance), size)
 
 
 def check_layer_steps(

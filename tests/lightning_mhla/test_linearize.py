@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.swap.adapters import LoraOptions
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions, TwoStageOptions
+from lightning_mhla.training.linearize import DistillationOptions, DistilledLinearization, ScoringHost, TransferOptions
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.options import TrainingOptions
 
@@ -26,7 +26,9 @@ class Student(TrainingModule):
     def __init__(self) -> None:
         super().__init__(TrainingOptions())
         self.network = nn.Linear(2, 3, dtype=torch.bfloat16)
-        self.linearization = Linearization(TransferOptions(teacher="folder"), ScoringHost("loss", scores, scores))
+        self.linearization = DistilledLinearization(
+            TransferOptions(teacher="folder"), ScoringHost("loss", scores, scores)
+        )
 
 
 def test_the_teacher_is_frozen_shared_by_copies_and_not_saved() -> None:
@@ -76,5 +78,5 @@ def test_options_of_adapters_that_would_train_nothing_are_named(options: Any, me
     ],
     ids=lambda options: type(options).__name__,
 )
-def test_the_second_stage_weighs_the_loss_and_the_distance(options: TwoStageOptions) -> None:
+def test_the_second_stage_weighs_the_loss_and_the_distance(options: DistillationOptions) -> None:
     assert options.weighted(torch.tensor(10.0), torch.tensor(1.0)).item() == 32

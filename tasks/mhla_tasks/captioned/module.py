@@ -24,7 +24,7 @@ from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
-from lightning_mhla.training.linearize import Linearization
+from lightning_mhla.training.linearize import DistilledLinearization
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.captioned.host import Host, build_transformer, load_weights, read_transformer
 from mhla_tasks.captioned.requests import SampleFolder
@@ -140,7 +140,7 @@ class CaptionedDiffusion(GenerativeModule):
         self.pretrained = self._pretrained = pretrained
         self._writer = self.writer_kind(output)
         self.distillation = as_dataclass(DistillationConfig, distillation)
-        self.linearization = Linearization(self.distillation, VelocityHost(self.velocity))
+        self.linearization = DistilledLinearization(self.distillation, VelocityHost(self.velocity))
         self._empty: Tensor | None = None
 
     @staticmethod

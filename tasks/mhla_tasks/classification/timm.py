@@ -22,7 +22,7 @@ from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.training.classes import known_classes
-from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
+from lightning_mhla.training.linearize import DistilledLinearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.classification.base import Classifier, MixupConfig
 
@@ -86,7 +86,9 @@ class TimmClassifier(Classifier):
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
         self.distillation = as_dataclass(TransferOptions, distillation)
-        self.linearization = Linearization(self.distillation, ScoringHost("train/label_loss", _run_layers, _scores))
+        self.linearization = DistilledLinearization(
+            self.distillation, ScoringHost("train/label_loss", _run_layers, _scores)
+        )
         self._pretrained = pretrained
         self.network = self.build()
         if self.training_options.checkpointing:

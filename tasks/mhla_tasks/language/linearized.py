@@ -25,7 +25,7 @@ from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.untrusted import reason
-from lightning_mhla.training.linearize import Linearization, ScoringHost, TransferOptions
+from lightning_mhla.training.linearize import DistilledLinearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import logits_cross_entropy
@@ -93,7 +93,9 @@ class LinearizedModel(CausalLanguageModel):
         keep_plain(self)
         self._pretrained = pretrained
         self.distillation = as_dataclass(TransferOptions, distillation)
-        self.linearization = Linearization(self.distillation, ScoringHost("train/text_loss", _run_layers, _scores))
+        self.linearization = DistilledLinearization(
+            self.distillation, ScoringHost("train/text_loss", _run_layers, _scores)
+        )
         model = build_network(network, dict(network["init_args"])["vocab_size"])
         swap_attention(model, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         self.take(model, context, as_dataclass(GenerationOptions, generation))
