@@ -229,7 +229,8 @@ class TokenBlocks:
     """Indices of the block and of the packed sequence that contain each token.
 
     Attributes:
-        block: ``[N]`` int64, index of the block, counted from the start of the token's own sequence.
+        block: ``[N]`` int64, index of the block, counted from the start of the token's own sequence. In packed
+            cross-attention, blocks are counted over all sequences.
         sequence: ``[N]`` int64, index of the packed sequence; None if the row is one sequence.
     """
 
@@ -238,7 +239,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Number of each token's block, ``[N]`` int64, which increases from block to block and from sequence to sequence."""
+        """Sort key of each token's block, ``[N]`` int64: it grows from block to block and from one packed sequence to the next."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 
@@ -294,10 +295,7 @@ class BlockPartition(NamedTuple):
 
     @property
     def is_open(self) -> bool:
-        """Whether the number of tokens is symbolic, as in a graph that torch traces.
-
-        If so, the tokens are not moved: each token is in the slot with the token's own index, counted over all blocks.
-        """
+        """Whether the number of tokens is symbolic, as in a graph that torch traces, and token t is in slot t for every t."""
         return self.slot is None and is_dynamic(self.tokens)
 
     def expand_mixing(self, mixing: Tensor) -> Tensor:

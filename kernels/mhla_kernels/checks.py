@@ -225,6 +225,10 @@ def sdpa_order(q: Tensor) -> str:
 def check_block_size(block_size: int, name: str = "block_size") -> int:
     """Return ``block_size`` as a Python integer; NumPy and torch integers are accepted.
 
+    Args:
+        block_size: number of tokens in a block.
+        name: name of the argument, for the error message.
+
     Raises:
         ValueError: if ``block_size`` is not a positive integer.
     """

@@ -58,8 +58,8 @@ def choose_cross_form(problem: CrossProblem, backend: Literal["torch", "triton"]
     """Choose the algorithm with the lower estimated cost for a cross-attention call.
 
     If a number of tokens is symbolic, as under ``torch.export``, the choice is ``"chunked"``. The cost of packed sequences is
-    estimated for sequences of average length. The exception is PyTorch with bounds on an accelerator: there, the parallel
-    form computes all pairs of tokens, so the cost is that of one long sequence.
+    estimated for sequences of average length. The exception is PyTorch with bounds that are on an accelerator or are traced.
+    It mixes the blocks of all sequences by one matrix, so the cost is that of one long sequence.
 
     Args:
         problem: checked arguments of the call.

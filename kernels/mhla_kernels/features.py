@@ -40,7 +40,7 @@ def rectify(x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return tokens with zeros for masked tokens, as a new tensor.
+    """Return a copy of tokens in which masked tokens are zero.
 
     Args:
         x: tokens, ``[B, N, H, D]``.

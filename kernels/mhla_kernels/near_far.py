@@ -41,20 +41,20 @@ Products of such queries and keys do not overflow.
 FEWEST_QUERIES, FEWEST_TRAINED = 8, 64
 """Smallest numbers of queries in a block for which flash attention is used, without and with a backward pass.
 
-On one thread of an AMD EPYC (torch 2.14.1), blocks of 32, 66 and 128 queries are faster without a backward pass; with one,
-blocks of 32 are slower, and blocks of 66 faster.
+On one thread of an AMD EPYC (torch 2.14.1), flash attention is faster than explicit scores for blocks of 32, 66 and 128 queries
+without a backward pass. With a backward pass, it is slower for blocks of 32 queries, and faster for blocks of 66.
 """
 
 
 class NearTokens(NamedTuple):
-    """Near tokens that the queries of a block attend to by softmax.
+    """Group of S near tokens that the C queries of a block attend to by softmax.
 
     Attributes:
         k: keys, ``[B, H, ..., S, Dk]``.
         v: values, ``[B, H, ..., S, V]``.
         visible: bool mask of the tokens that a query attends to, broadcastable to ``[B, 1, ..., C, S]``.
         q: queries that read these tokens, multiplied by the scale of the scores, ``[B, H, ..., C, Dk]``; None for the queries
-            that read all groups.
+            that are passed to :func:`combine`.
     """
 
     k: Tensor
@@ -64,7 +64,7 @@ class NearTokens(NamedTuple):
 
 
 class FarTokens(NamedTuple):
-    """Sums over the far tokens of each query, which linear attention weighs.
+    """Sums over the far tokens of each of C queries, with the weights of linear attention.
 
     Attributes:
         sums: V sums of weighted values, and the sum of the weights, ``[B, H, ..., C, V + 1]``.
@@ -137,7 +137,10 @@ def combine(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
 
 
 def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Tensor:
-    """Compute the result of :func:`combine`, with the same arguments, from explicit scores of all near tokens.
+    """Combine softmax attention to near tokens and linear attention to far tokens, from explicit scores of the near tokens.
+
+    The arguments and the result are the same as for :func:`combine`.
+
 
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
@@ -193,7 +196,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return a mask of vectors ``[..., D]`` whose absolute values are at most ``limit``, ``[..., 1]`` bool; False for NaN."""
+    """Return whether all entries of each vector ``[..., D]`` are within +-``limit``, ``[..., 1]`` bool; NaN is not."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
@@ -267,11 +270,11 @@ def _gradients_of_scores(
     masks: Sequence[Tensor],
     tokens: Sequence[Tensor],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of :class:`_Combined` from :func:`combine_scores`, so that they can be differentiated again.
+    """Compute the gradients of combined near and far attention from explicit scores, so that they can be differentiated again.
 
     Args:
         needed: for each argument of :class:`_Combined`, whether its gradient is wanted.
-        gradient: gradient of the outputs.
+        gradient: gradient of the outputs, ``[B, H, ..., C, V]``.
         far: sums over the far tokens.
         masks: mask of each group of near tokens.
         tokens: queries, keys and values of each group of near tokens, one group after the other.
@@ -295,7 +298,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _unrows(x: Tensor, like: Tensor) -> Tensor:
-    """Undo :func:`_rows`, for tensors with the leading axes of ``like``."""
+    """Reverse :func:`_rows`: ``[B ..., H, C, D]`` to ``[B, H, ..., C, D]``, where ``like`` gives the axes before C."""
     return x.unflatten(0, (like.shape[0], *like.shape[2:-2])).movedim(-3, 1)
 
 

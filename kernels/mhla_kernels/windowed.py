@@ -341,7 +341,8 @@ def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool
         sinks: number of sinks.
 
     Raises:
-        ValueError: if a grid is given for causal attention, or if the number of its blocks does not fit the call.
+        ValueError: if a grid is given for causal attention, if the number of its blocks does not fit the call, or if the block
+            before the grid has more tokens than there are sinks.
     """
     if block_grid is None:
         return None

@@ -1,4 +1,4 @@
-"""Windowed attention to all tokens, for text encoders, images and video.
+"""Windowed attention without causality (softmax weights for near tokens, MHLA weights for far ones), for text, images and video.
 
 Near tokens are in the query's block or next to it along every axis of the block grid. See :mod:`mhla_kernels.windowed`.
 

@@ -1,4 +1,4 @@
-"""Tensors of windowed attention in blocks.
+"""Queries, keys, values and features of windowed attention, arranged in blocks of tokens.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, K width of a key's features, V width of a value.
 """

@@ -1,4 +1,4 @@
-"""Windowed attention to all tokens from the scores of all token pairs, for short sequences and small images.
+"""Windowed attention without causality, computed from the scores of all token pairs, for short sequences and small images.
 
 The number of operations grows with N squared, but all of them are large matrix products, and no tokens are copied into blocks.
 

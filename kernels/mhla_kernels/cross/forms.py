@@ -100,7 +100,10 @@ def _parallel(problem: CrossProblem) -> Tensor:
 
 
 def _chunked_in_parts(problem: CrossProblem) -> Tensor:
-    """Compute the chunked form. On a CPU, process a few batch rows or heads at a time, so that summaries fit into the cache."""
+    """Compute cross-attention in the chunked form, from one summary per block of keys.
+
+    On a CPU, a few batch rows or heads are processed at a time, so that their summaries fit into the cache.
+    """
     layout, (q, k, v) = problem.layout, problem[:3]
     if q.device.type != "cpu" or torch.compiler.is_compiling() or (layout.is_packed and not torch.is_grad_enabled()):
         return _chunked(problem)
@@ -119,7 +122,7 @@ def _chunked(problem: CrossProblem) -> Tensor:
 
 
 def chunked_by(problem: CrossProblem, blocks: CrossPartition, mix: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the chunked form with any function that mixes the summaries of key blocks.
+    """Compute cross-attention in the chunked form, with a function of the caller that mixes the summaries of key blocks.
 
     Args:
         problem: checked arguments, as :func:`mhla_kernels.cross.problem.prepare_cross` returns them.

@@ -45,7 +45,7 @@ class KeySummaries(NamedTuple):
 def summarize_keys(
     k: Tensor, v: Tensor, layout: TokenLayout, feature_map: FeatureMap, key_mask: Tensor | None
 ) -> KeySummaries:
-    """Sum the keys and values of each block.
+    """Compute the summaries of the M blocks of keys: the sums of ``k^T v`` and of k over the tokens of each block.
 
     Args:
         k: keys, ``[B, N, H, K]``.

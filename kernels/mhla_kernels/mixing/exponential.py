@@ -332,7 +332,7 @@ class ExponentialMixing(Mixing):
         """Fit a sum of exponentials to learned dense coefficients, and return it with the explained variance.
 
         The fit minimizes the squared error over all coefficients, or over the lower triangle if ``causal``. Adam optimizes the
-        logarithms of the decays. Each step solves for the best nonnegative amplitudes.
+        logarithms of the decays. Before each of its steps, the nonnegative amplitudes are improved by least squares.
 
         Args:
             mixing: dense coefficients of M blocks, ``[M, M]`` or ``[H, M, M]``; each head is fitted separately.

@@ -126,7 +126,7 @@ def traffic(
         terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
             dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.
-        normalize: whether the sums of the attention weights are exchanged too.
+        normalize: whether the outputs are normalized, so that the sums of the keys of each block are exchanged too.
         token_bytes: size in bytes of one number of k and v.
     """
     width = key_width * (value_width + normalize)

@@ -116,7 +116,7 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call with the tokens that this call's tokens form pairs with: itself or, in cross-attention, the other side."""
+        """Call whose tokens form pairs with the tokens of this call: itself or, in cross-attention, that of the other side."""
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
 

@@ -125,7 +125,7 @@ def attend_tiles(
         matrix: whether token pairs are weighted by a matrix of coefficients between blocks.
         fine: whether 128 consecutive tokens may lie in more than 16 blocks.
         short: whether to use fewer rows, for kernels that need more registers per row. It has an effect only in bfloat16 with
-            ``matrix``; on Hopper, only for results of more than 128 features.
+            ``matrix``, and none on Hopper.
     """
     x_width, out_width = power_of_two(x_width), power_of_two(out_width)
     if dtype == torch.bfloat16:
