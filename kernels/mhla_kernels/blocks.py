@@ -239,7 +239,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Sort key of each token's block, ``[N]`` int64: it grows from block to block and from one packed sequence to the next."""
+        """Sort key of each token's block, ``[N]`` int64. It grows from block to block, and from sequence to sequence."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 

@@ -1,4 +1,4 @@
-"""Windowed attention without causality (softmax weights for near tokens, MHLA weights for far ones), for text, images and video.
+"""Windowed attention without causality, with softmax weights for near tokens and MHLA weights for far tokens.
 
 Near tokens are in the query's block or next to it along every axis of the block grid. See :mod:`mhla_kernels.windowed`.
 

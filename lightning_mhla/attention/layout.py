@@ -76,7 +76,8 @@ class BlockLayout:
         prefix_tokens: number of tokens before the grid, such as class and register tokens. They form one additional block.
 
     Raises:
-        ValueError: if an axis has more blocks than tokens, or the arguments contradict each other.
+        ValueError: if the grid does not have one to three axes of at least one token, an axis has more blocks than tokens, or
+            the arguments contradict each other.
     """
 
     grid: tuple[int, ...]

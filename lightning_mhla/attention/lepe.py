@@ -82,7 +82,7 @@ class LocalPositionalEncoding(LayoutTables):
 
 
 def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Return the vectors of tokens with zeros for hidden tokens. The argument is not modified.
+    """Return a copy of token vectors in which the vectors of hidden tokens are zero.
 
     Args:
         out: vectors of the tokens, ``[B, N, ...]``.

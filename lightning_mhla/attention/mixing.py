@@ -389,8 +389,8 @@ class ExponentialCoefficients(MixingCoefficients):
 
         Args:
             block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
-                it differs from that number, decays are rescaled so that the decay over the full length of an axis stays the
-                same.
+                the number differs on a grid with several axes, decays are rescaled so that the decay over the full length of
+                an axis stays the same. The decays per block of a sequence do not depend on the number of blocks.
         """
         amplitude = bounded(self.amplitude)
         if self.grid is None or block_grid in (None, self.grid):
@@ -411,7 +411,8 @@ class ExponentialCoefficients(MixingCoefficients):
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:
         """Convert amplitudes or decays of another layer to the number of blocks and heads of this layer.
 
-        Decays are rescaled so that the decay over the full length of an axis stays the same.
+        On a grid with several axes, decays are rescaled so that the decay over the full length of an axis stays the same, if
+        ``block_grid`` is known. The decays per block of a sequence do not change.
 
         Args:
             name: name of the parameter, ``"amplitude"`` or ``"decay"``.

@@ -228,7 +228,7 @@ class GridRotary(LayoutTables):
     """Source of a layer's rotary angles for images, which depend on row and column. Call :meth:`fit` before the first use.
 
     Args:
-        width: width of a key.
+        width: width of a key, a multiple of 4.
         base: base of the geometric series of frequencies.
     """
 
