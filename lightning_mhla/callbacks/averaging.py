@@ -20,7 +20,8 @@ class ExponentialMovingAverage(Callback):
 
     Validation uses the average. In a checkpoint, ``state_dict`` holds the average and ``current_model_state`` the trained
     weights. These keys are the same as in checkpoints of Lightning's ``EMAWeightAveraging``, which copies the module and
-    therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers are not averaged.
+    therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers and frozen weights
+    are not averaged.
 
     Args:
         decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without

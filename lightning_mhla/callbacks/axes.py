@@ -10,7 +10,7 @@ FEWEST, BEST = 3, 5
 SMALLEST_RANGE = 1e-8
 """Smallest range of an axis, relative to its values. Smaller differences are rounding errors of metrics in single precision."""
 LARGEST = 308
-"""Exponent of the first power of ten that is too large for a number."""
+"""Exponent from which powers of ten have no ticks, because five times such a power may be too large for a float."""
 CHARACTER = 7
 """Approximate width in pixels of a character of a tick label."""
 
@@ -61,7 +61,7 @@ class Axis:
         return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[Tick]:
-        """Return three to seven round values inside the axis with their labels, in ascending order.
+        """Return round values inside the axis with their labels, in ascending order: about five values, and at least three.
 
         No two labels are equal. An axis of whole numbers has fewer ticks if it contains fewer numbers.
         """

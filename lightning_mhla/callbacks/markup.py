@@ -200,7 +200,7 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Average neighboring points of a long curve, so that about ``LONGEST_CURVE`` remain. The last point stays unchanged."""
+    """Average neighboring points of a long curve, so that 150 to 301 points remain. The last point stays unchanged."""
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:
         return list(points)

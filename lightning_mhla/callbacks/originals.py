@@ -21,15 +21,16 @@ NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shard
 def original_scores(folder: Path) -> dict[str, float]:
     """Return the validation metrics of the model whose attention a run replaced, as recorded by the run that trained it.
 
-    If the run started from a checkpoint whose name contains a step, the metrics are those of this step, otherwise the latest.
-    They are returned only if both runs validate on the same data, so that they can be compared.
+    If the run started from a checkpoint whose name contains a step, the metrics are those of this step. If it started from
+    ``last.ckpt`` or from the folder of a run, they are the latest ones. They are returned only if both runs validate on the same
+    data, so that they can be compared.
 
     Args:
         folder: folder of the run that replaced the attention, with ``config.yaml``.
 
     Returns:
-        Finite metrics by name; empty if the run did not replace attention, or if no run with the same validation data trained
-        the original model.
+        Metrics by name; empty if the run did not replace attention, if no run with the same validation data trained the
+        original model, or if the name of the checkpoint does not show its step.
     """
     config = _options(folder)
     model, data = config.get("model", {}), config.get("data")

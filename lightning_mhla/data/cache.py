@@ -145,6 +145,7 @@ class ShardCache:
 
         Raises:
             ShardUnavailableError: if the download fails.
+            ValueError: if the cache limit is less than twice the size of the shard.
             ForeignFileError: if the file in the cache belongs to a different user.
         """
         try:
@@ -183,6 +184,7 @@ class ShardCache:
 
         Raises:
             ShardUnavailableError: if the download fails, or no space becomes free.
+            ValueError: if the cache limit is less than twice the size of the shard.
             DownloadStoppedError: if ``stop`` is set.
         """
         part = path.with_name(f"{path.name}.part")
