@@ -22,8 +22,8 @@ def original_scores(folder: Path) -> dict[str, float]:
     """Return the validation metrics of the model whose attention a run replaced, as recorded by the run that trained it.
 
     If the run started from a checkpoint whose name contains a step, the metrics are those of this step. If it started from
-    ``last.ckpt`` or from the folder of a run, they are the latest ones. They are returned only if both runs validate on the same
-    data, so that they can be compared.
+    ``last.ckpt`` or from the folder of a run, they are the latest ones. They are returned only if both runs validate on the
+    same data, so that they can be compared.
 
     Args:
         folder: folder of the run that replaced the attention, with ``config.yaml``.

@@ -160,7 +160,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         path: path of a folder of images, or of an ``.npz`` file in the format of ADM's evaluator with one or both of the
             following:
 
-            - Images: ``arr_0``, ``[N, S, S, 3]`` uint8.
+            - Images: ``arr_0``, ``[N, S, S, 3]``, or ``[N, S, S, 1]`` for gray images, uint8.
             - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the
               same feature network.
         features: feature network.
