@@ -106,11 +106,11 @@ class SampleGrid(PeriodicEvaluation):
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-            name: name of the pictures, which must be unique among the callbacks.
+        name: name of the pictures, which must be unique among the callbacks.
 
-        Raises:
-            ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
-        """
+    Raises:
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
+    """
 
     def __init__(
         self,

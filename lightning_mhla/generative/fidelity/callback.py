@@ -70,9 +70,9 @@ class GenerationMetrics(SampleGrid):
         seed: seed of the noise.
         name: prefix of the metrics, which must be unique among the callbacks.
 
-        Raises:
-            ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
-        """
+    Raises:
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
+    """
 
     def __init__(
         self,
