@@ -11,8 +11,8 @@ from unicodedata import category
 log = logging.getLogger(__name__)
 
 NOISE = ("Thumbs.db", "desktop.ini", "__MACOSX", "__pycache__")
-"""Names of files and folders that Python and operating systems leave behind. Those of macOS, such as
-``.DS_Store``, are not listed, because their names begin with a dot, which already makes them hidden."""
+"""Names of files and folders that Python and operating systems leave behind. Names such as ``.DS_Store`` are not listed,
+because files whose names begin with a dot are hidden anyway."""
 
 
 LONGEST_NAME = 250

@@ -72,5 +72,11 @@ def _exponent(value: float) -> int:
 
 
 def plural(count: int, noun: str, many: str = "") -> str:
-    """Format a count with its noun, such as ``1 layer`` or ``1,200 layers``; ``many`` is the plural if it does not end in s."""
+    """Format a count with its noun, such as ``1 layer`` or ``1,200 layers``.
+
+    Args:
+        count: number of things.
+        noun: singular of the noun.
+        many: plural of the noun; empty for the singular with an ``s``.
+    """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"
