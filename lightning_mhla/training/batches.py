@@ -12,7 +12,7 @@ def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     """Check that a batch has the keys that the steps of a training module read.
 
     If a batch for validation, test or prediction has no key ``valid``, the key is added: a bool tensor, True for every sample,
-    so that metrics count all samples.
+    so that metrics count all samples. It is not added if ``keys`` is empty.
 
     Args:
         batch: batch of any data module, modified in place.

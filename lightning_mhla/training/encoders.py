@@ -275,12 +275,17 @@ class LinearizedEncoder(TrainingModule):
     def on_validation_epoch_end(self) -> None:
         """Log two shares of the nearest neighbors in the teacher's embeddings that are also found with the encoder.
 
-        The metrics of :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define the shares.
+        They are computed for the validation samples; the metrics of
+        :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define them.
         """
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the same shares of nearest neighbors for the test samples as :meth:`on_validation_epoch_end`."""
+        """Log two shares of the nearest neighbors in the teacher's embeddings that are also found with the encoder.
+
+        They are computed for the test samples; the metrics of :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define
+        them.
+        """
         self._log_pairs("test")
 
     def _evaluate(self, batch: dict[str, Any], stage: str) -> None:

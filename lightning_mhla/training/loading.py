@@ -20,6 +20,8 @@ Module = TypeVar("Module", bound=TrainingModule)
 def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
     """Return whether the constructor of a training module accepts the hyperparameters of a checkpoint as arguments.
 
+    The answer is False for a checkpoint without hyperparameters.
+
     Args:
         kind: class of the training module.
         memory: hyperparameters of the checkpoint, by current or former names.

@@ -252,7 +252,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
-        """Log the training loss of a batch, averaged over the processes, and return it unchanged.
+        """Log the training loss of a batch and return it unchanged.
+
+        The logged value is the mean over all processes. With sequence parallelism it is the loss in the process that logs it.
 
         Args:
             loss: scalar loss.
