@@ -121,8 +121,12 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
             config: contents of ``config.json``; None for the options from which ``from_pretrained`` rebuilds this model.
             options: further options of ``PyTorchModelHubMixin.save_pretrained``, such as ``push_to_hub``.
 
+        Returns:
+            URL of the commit on the Hugging Face Hub with ``push_to_hub=True``, otherwise None.
+
         Raises:
-            ValueError: if layers were removed with ``prune_intermediate_layers``, which ``config.json`` cannot express.
+            ValueError: if ``config`` is None and layers were removed with ``prune_intermediate_layers``, which ``config.json``
+                cannot express.
         """
         if config is None:
             if self.is_pruned:
