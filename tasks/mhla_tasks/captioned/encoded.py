@@ -56,7 +56,7 @@ def encoded_length(sets: ShardSets, default: int) -> int:
 
     Args:
         sets: locations of the training and validation shards.
-        default: value to return if there is no manifest, or it does not contain a positive ``text_length``.
+        default: value to return if there is no manifest, or its ``text_length`` is missing or not a positive integer.
     """
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
@@ -131,6 +131,10 @@ class EncodedSamples:
         Returns:
             ``latent`` ``[C, ...]`` float32, ``text`` (caption embeddings) ``[text_length, D]`` float32, and the given
             ``index``.
+
+        Raises:
+            BrokenSampleError: if the latent or the embeddings are missing, are not arrays of numbers, or have a different shape
+                than those of other samples.
         """
         latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
         end = self._ends[self._group(index)]
@@ -212,6 +216,9 @@ def open_source(
 
     Returns:
         The samples to encode, with the files that contain them.
+
+    Raises:
+        FileNotFoundError: if the location has no files with one of the extensions, and no shards.
     """
     files: CaptionedFiles
     if Path(name).is_dir() and not holds_shards(Path(name)):

@@ -214,7 +214,8 @@ class CaptionedDiffusion(GenerativeModule):
             Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]`` with F frames, uint8.
 
         Raises:
-            ValueError: if the size of the samples is not a multiple of the patch size.
+            ValueError: if the size of the samples is not a multiple of the autoencoder's downsampling factor, or the size of
+                the latents is not a multiple of the patch size.
         """
         chosen = sampling or self.sampling
         shape = latent_shape(self.network, self.codec, chosen, self.samples)
@@ -328,9 +329,9 @@ class CaptionedDiffusion(GenerativeModule):
         """Draw the samples that a batch requests, except those whose files already exist.
 
         Returns:
-            A dict with ``pixels``, the drawn samples as uint8, and ``rows``, a list with a dict for each of these samples:
-            ``file`` (file name), ``prompt``, ``index``, ``seed``, ``seconds`` (mean drawing time per sample) and ``at_once``
-            (number of samples drawn together).
+            A dict with ``pixels``, the n drawn samples as uint8 (images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``; an empty
+            list if none is drawn), and ``rows``, a list with a dict for each sample: ``file`` (file name), ``prompt``,
+            ``index``, ``seed``, ``seconds`` (mean drawing time per sample) and ``at_once`` (number of samples drawn together).
         """
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [

@@ -55,7 +55,7 @@ class PromptRequest:
 class RequestedSamples:
     """Map-style data set of requests, one for each sample that the predict command generates, in the order of their prompts.
 
-    The samples of one prompt are adjacent. A prompt that is listed twice is used once.
+    The samples of one prompt are adjacent. A prompt that is listed twice with the same name is used once.
 
     Args:
         request: prompts, number of samples per prompt, and seed.
@@ -205,7 +205,8 @@ class SampleFolder(Callback):
             Positions in ``rows`` of the missing samples.
 
         Raises:
-            ValueError: if the JSON Lines file of the samples states a different value for a file.
+            ValueError: if the JSON Lines file of the samples records that a file was drawn for different values, such as a
+                different prompt or seed.
         """
         recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:

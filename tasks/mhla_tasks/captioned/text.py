@@ -155,6 +155,10 @@ class TransformersText(CaptionEncoder):
 
         Returns:
             Embeddings ``[L, width]`` float32 of the L tokens; L is at most the configured number of tokens.
+
+        Raises:
+            FileNotFoundError: if the tokenizer or the text encoder cannot be loaded.
+            ValueError: if the embeddings of the text encoder do not have the required width.
         """
         tokenizer, model = self._load(device)
         if model.config.model_type == "umt5":
