@@ -146,8 +146,8 @@ def _options(path: str) -> dict[str, Any]:
 def load_pretrained(network: DiT, path: str) -> None:
     """Load the weights of a run, a checkpoint or an export, or published DiT weights, into a network.
 
-    If the number of classes differs, the class embedding keeps its random initialization. If the sample size differs, the
-    mixing coefficients of MHLA are resized to the new block grid.
+    If the number of classes differs, the class embedding keeps its random initialization. If the grid of MHLA blocks differs,
+    the mixing coefficients are resized to the new grid.
 
     Args:
         network: DiT, changed in place.

@@ -246,8 +246,8 @@ class DenoisingProcess(NoiseProcess):
     def scheduler(self, sampler: Sampler) -> Any:
         """Build the diffusers scheduler that implements a sampler.
 
-        The timesteps of ``ddpm`` are spread evenly over all 1,000, as in the original DiT code. Those of ``ddim`` have
-        diffusers' ``trailing`` spacing, because diffusers' DDIM assumes the same stride for all steps.
+        The timesteps of ``ddpm`` and ``dpm-solver++`` are spread evenly over all 1,000, as the original DiT code does for DDPM.
+        Those of ``ddim`` have diffusers' ``trailing`` spacing, because diffusers' DDIM assumes the same stride for all steps.
 
         Args:
             sampler: ``ddpm``, ``ddim`` or ``dpm-solver++``.

@@ -113,9 +113,8 @@ def denoise(
 def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: float) -> Tensor:
     """Predict noise or velocity with classifier-free guidance.
 
-    Guidance extrapolates from the prediction without a class to the prediction with the class.
-
-    A predicted variance is taken from the prediction with the class, without extrapolation.
+    Guidance extrapolates from the prediction without a class to the prediction with the class. A predicted variance is not
+    extrapolated; it is that of the prediction with the class.
 
     Args:
         network: network that predicts noise or velocity.

@@ -43,6 +43,10 @@ def compare_sets(
         A dict with the scores by name. The entry ``marks`` is a list of remarks on the scores, and ``samples`` and
         ``reference_images`` are the numbers of images. ``samples_sha256``, ``reference_sha256`` and ``features_sha256`` are
         checksums of the two sets and of the network.
+
+    Raises:
+        FileNotFoundError: if a path does not exist, or a folder contains no images.
+        ValueError: if a file contains neither images nor statistics, or the images of a set have different sizes.
     """
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)

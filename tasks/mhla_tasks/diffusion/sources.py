@@ -78,7 +78,8 @@ class LatentSamples:
             keep the labels of the shards.
 
     Raises:
-        ValueError: if the shards hold latents of a different size, or no latents.
+        ValueError: if the shards hold latents of a different size or no latents, their manifest does not state a valid scale,
+            or ``flip`` is not between 0 and 1.
         FileNotFoundError: if the manifest of the shards is missing.
     """
 
@@ -109,6 +110,9 @@ class LatentSamples:
 
         Returns:
             A dict with the scaled ``latent`` ``[C, S, S]`` float32, the class ``label``, and the given ``index``.
+
+        Raises:
+            BrokenSampleError: if the latent or the label is missing or invalid.
         """
         mirrored = self.flip > 0 and float(torch.rand(())) < self.flip
         moments = torch.from_numpy(self._moments(index, FLIPPED if mirrored else LATENT))
