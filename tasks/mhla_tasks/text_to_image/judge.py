@@ -102,7 +102,8 @@ def check_scene(pixels: Tensor, caption: str) -> dict[str, bool]:
         states a relative position.
 
     Raises:
-        ValueError: if the caption does not describe a scene of digits.
+        ValueError: if the caption does not describe a scene of digits, or has two digits of the same color in a spatial
+            relation.
     """
     scene, digits = parse_caption(caption), find_digits(pixels)
     correct = {

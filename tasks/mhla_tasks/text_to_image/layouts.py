@@ -33,11 +33,12 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
         target: folder to write to, created if missing.
 
     Returns:
-        Number of prompts in the benchmark's list.
+        Number of different prompts in the benchmark's list.
 
     Raises:
         FileNotFoundError: if an image is missing.
-        ValueError: if a name in the list of prompts is not a valid file name or occurs twice, or if a file is not an image.
+        ValueError: if a name in the list of prompts is not a valid file name or occurs twice, a file is not an image, GenEval's
+            list of prompts is not a ``.jsonl`` file, or DPG-Bench's images of a prompt have different sizes.
     """
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:
