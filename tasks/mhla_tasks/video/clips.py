@@ -38,7 +38,7 @@ def read_clip(
         fps: number of frames to take per second of video; None to take consecutive frames.
         position: start of the clip within the video, from 0 (earliest) to 1 (latest). If the file has fewer frames than its
             metadata states, the clip may start at the beginning of the video instead.
-        size: height and width to which each frame is scaled and center-cropped; None to keep the size of the video.
+        size: height and width in pixels to which each frame is scaled and center-cropped; None to keep the size of the video.
         extension: format of the file, ``"mp4"`` or ``"gif"``.
 
     Returns:
@@ -80,7 +80,7 @@ def read_beginning(
         name: name of the file, for messages.
         most: maximum number of frames.
         fps: number of frames to take per second of video; None to take consecutive frames.
-        size: height and width to which each frame is scaled and center-cropped.
+        size: height and width in pixels to which each frame is scaled and center-cropped.
         extension: format of the file, ``"mp4"`` or ``"gif"``.
 
     Returns:
@@ -188,7 +188,7 @@ def _fitted(image: np.ndarray, size: tuple[int, int] | None) -> Tensor:
 
     Args:
         image: frame.
-        size: height and width to which the frame is scaled and center-cropped; None to keep its size.
+        size: height and width in pixels to which the frame is scaled and center-cropped; None to keep its size.
     """
     pixels = torch.from_numpy(image).permute(2, 0, 1)
     return pixels if size is None else cover(pixels, *size)

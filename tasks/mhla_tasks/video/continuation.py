@@ -300,8 +300,8 @@ class VideoContinuation(GenerativeModule):
             frames: number of frames of the complete clips.
 
         Returns:
-            Clips ``[B, frames, C, H, W]`` uint8, and two lists with a number for each predicted frame: ``frame_seconds`` (time
-            for all clips) and ``state_bytes`` (size of the generation states of one clip).
+            Clips ``[B, frames, C, H, W]`` uint8, and a dict of two lists with a number for each predicted frame:
+            ``frame_seconds`` (time for all clips) and ``state_bytes`` (size of the generation states of one clip).
         """
         clips = [first]
         measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}

@@ -49,6 +49,9 @@ class Video:
         rate: average number of frames per second.
         count: number of frames according to the file's metadata; 0 if unknown.
         last: time of the last frame according to the file's metadata, in seconds after the first frame; None if unknown.
+
+    Raises:
+        BrokenSampleError: if the file does not state a frame rate and has more than one frame.
     """
 
     def __init__(self, container: Any, stream: Any, name: str) -> None:
