@@ -132,7 +132,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
             such as train-classes.txt beside the shards. Training and validation labels are matched by class name.
         channels: number of channels: 3, or 1 for gray images. Training images are augmented before they are converted to gray.
-        crop_share: side of the central crop in validation, divided by the side of the resized image.
+        crop_share: side of the central crop in validation, test and prediction, divided by the shorter side of the resized
+            image.
         augment: augmentation of training images.
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
