@@ -33,7 +33,7 @@ def run_command(command: list[str], output: Path | None = None) -> int:
 
     Args:
         command: program and arguments.
-        output: file to which the command's output is appended; None to show the output on the terminal.
+        output: file to which the command's standard output and standard error are appended; None to show them on the terminal.
 
     Returns:
         The exit status of the command; 130 after Ctrl+C, and 128 + n if signal n ended it.

@@ -19,7 +19,7 @@ PROGRAM = "mhla_tasks.tools.dry_runs"
 """Module that checks the runs. It is not imported here, because it imports all libraries that training needs."""
 
 LONGEST_CAUSE = 500
-"""Maximum number of characters of the warning's cause."""
+"""Maximum number of characters that a warning quotes from the output of a check that failed."""
 
 
 @dataclass(frozen=True)

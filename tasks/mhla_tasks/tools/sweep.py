@@ -242,8 +242,9 @@ def run(arguments: Sequence[str]) -> int:
         arguments: command-line arguments after the name of the program.
 
     Returns:
-        The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a usage
-        error or a signal ends a run, the sweep stops early and returns the status of that run.
+        The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a run ends
+        with a usage error, by a signal, or with status 75 after a signal made it save its state, the sweep stops early and
+        returns the status of that run.
     """
     try:
         line = read_words(arguments, LIGHTNING)

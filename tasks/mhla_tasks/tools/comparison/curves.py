@@ -38,7 +38,7 @@ MEAN_WIDTH = 2.2
 """Width in pixels of the line of a group's mean."""
 
 CHARACTERS = 68
-"""Characters in a line of the picture's legend for each plot in a row."""
+"""Maximum number of characters in a line of the picture's legend, per plot in a row."""
 
 MOST_MARKERS = 40
 """Number of points above which the points of a curve are not marked."""
@@ -135,7 +135,8 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
 
     Args:
         metric: name of the metric, one of :func:`drawn_metrics`.
-        groups: compared groups. The lines of group ``n`` have the class ``g<n>`` and the attribute ``data-group``.
+        groups: compared groups. The lines of a group have the class of :func:`color_class` and, as the attribute
+            ``data-group``, the index of the group.
     """
     points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
     steps, values = zip(*points, strict=True)

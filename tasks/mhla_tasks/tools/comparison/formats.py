@@ -64,8 +64,9 @@ def _markdown_cell(cell: Cell) -> str:
 def as_csv(table: Table, groups: Sequence[Group]) -> str:
     """Format a table as CSV with unrounded numbers, for other programs.
 
-    The column of a metric is followed by a column of its standard deviation, which is empty for single runs. The last columns
-    contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as formulas get an apostrophe.
+    If a group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
+    single runs. The last columns contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as
+    formulas get an apostrophe.
 
     Args:
         table: table to format.

@@ -114,6 +114,9 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
     Args:
         folder: folder of the sweep. The runs of an earlier sweep in this folder follow those of the current sweep.
         names: names of the folders of the runs, in the order of the sweep.
+
+    Raises:
+        ValueError: if the folder has such a file, but it does not list runs.
     """
     return json.dumps({"runs": list(dict.fromkeys([*names, *_sweep_order(folder)]))}, indent=1) + "\n"
 
@@ -279,7 +282,10 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 
 
 def folder_names(runs: Sequence[Run]) -> list[str]:
-    """Return the path of each run's folder, relative to the parent folder that all runs have in common."""
+    """Return the path of each run's folder, relative to the deepest folder that contains all runs.
+
+    The path of a single run is returned unchanged.
+    """
     paths = [str(run.folder) for run in runs]
     common = os.path.commonpath([os.path.abspath(path) for path in paths]) if len(set(paths)) > 1 else ""
     return [os.path.relpath(path, common) if common else path for path in paths]

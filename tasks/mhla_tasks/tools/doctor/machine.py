@@ -67,7 +67,7 @@ def devices() -> Iterator[Finding]:
     """Check the processor, the memory, and the GPUs with their driver, CUDA and NCCL.
 
     Yields:
-        A finding for the processor, for each GPU, and for the driver.
+        A finding for the processor, for each GPU, and for the driver. Without a GPU, one finding states this.
     """
     import torch
 

@@ -35,9 +35,9 @@ SHAPES = {
 }
 """Shapes of models to measure: batch size, heads, tokens, tokens per block, key width, value width, and causality."""
 NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
-"""Names of the shapes that are measured with a normalizer and with the feature map inside the kernels.
+"""Names of the shapes whose kernels are tested with a normalizer and with the ReLU feature map inside the kernels.
 
-The others are measured with a rotary embedding.
+The other models have no normalizer, and apply the feature map outside the kernels, before a rotary embedding.
 """
 
 

@@ -74,7 +74,11 @@ class Pipeline:
         self.results = self._read(RESULTS)
 
     def run(self) -> None:
-        """Perform all steps that are not complete yet, and print a message for each of them."""
+        """Perform all steps that are not complete yet, and print a message for each of them.
+
+        Raises:
+            SystemExit: if a command that performs a step fails, with the exit status of the command.
+        """
         if self.source.images is not None and (differences := self.source.images.differences):
             _say(f"warning: held-out images are resized with {differences}")
         self._prepare_data()

@@ -81,7 +81,7 @@ ROUNDED = 1e-6
 def write_report(
     target: Path, work: Path, source: PretrainedSource, settings: Settings, results: Mapping[str, Any]
 ) -> None:
-    """Write the report of a linearization to ``report.html`` in the working folder.
+    """Write the report of a linearization to ``report.html`` in the working folder, and its picture to ``pictures``.
 
     Args:
         target: folder of the exported model.
