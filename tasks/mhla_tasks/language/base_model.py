@@ -167,8 +167,9 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     def extend(self, tokens: int) -> None:
         """Extend the model to longer sequences, without changing its results for shorter ones.
 
-        Dense mixing coefficients (one for each pair of blocks) are extrapolated to the additional blocks. A model that already
-        supports ``tokens`` tokens is unchanged.
+        Dense mixing coefficients (one for each pair of blocks) are extrapolated to the additional blocks. The option
+        ``context`` of the configuration is raised to ``tokens`` if it is smaller. The weights of a model that already supports
+        ``tokens`` tokens are unchanged.
 
         Args:
             tokens: new maximum length of a sequence, in tokens.

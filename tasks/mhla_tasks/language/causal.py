@@ -108,8 +108,9 @@ class CausalLanguageModel(TrainingModule):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: if the vocabulary of the data is larger than that of the model, or the attention does not support packed
-                documents, sequence parallelism or generation where these are needed.
+            ValueError: if the vocabulary of the data is larger than that of the model, the data has too many groups of
+                questions, or the attention or the data does not support packed documents, sequence parallelism or generation
+                where these are needed.
         """
         super().setup(stage)
         requirements = {

@@ -105,10 +105,14 @@ class Chat:
     def answer(self, text: str) -> None:
         """Generate and print the reply to a user message, then print the time taken and the size of the model's state.
 
-        If the conversation is too long for the model, a message to standard error says so, and there is no reply.
+        Ctrl-C ends the reply early. If the conversation is too long for the model, a message to standard error says so, and
+        there is no reply.
 
         Args:
             text: message of the user.
+
+        Raises:
+            ValueError: if the chat template rejects the messages.
         """
         ids = self.conversation.ask(text)
         limit = longest(self.model)

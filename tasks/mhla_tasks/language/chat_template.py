@@ -98,8 +98,8 @@ class ChatTemplate:
             Index of the first character of each range, and index after its last one, in ascending order.
 
         Raises:
-            UnknownRepliesError: if the template does not mark replies, and its output with a reply does not begin with the
-                text that the model reads before the reply.
+            UnknownRepliesError: if the template does not mark replies, and its output does not show where a reply begins and
+                ends.
         """
         if self._marks_replies:
             return self._marked_ranges(messages)

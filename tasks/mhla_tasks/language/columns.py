@@ -48,7 +48,7 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
     Args:
         source: path or URL of the table.
         column: name of the column that holds the texts or dialogues.
-        kind: format of the table; None to use the format that the file suffix indicates. One of:
+        kind: format of the table, one of those below; None to use the format that the file suffix indicates.
 
             * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
             * ``json``: an array of objects, an object, or JSON lines.

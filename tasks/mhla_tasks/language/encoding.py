@@ -70,12 +70,13 @@ def encode_texts(
 
 
 def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray]]:
-    """Encode texts like :func:`encode_texts`, and return the place of each token in its text.
+    """Encode texts, and return the range of characters that each token stands for.
 
-    The spelling of a control token becomes that token.
+    As in :func:`encode_texts`, the special tokens that the tokenizer adds at the start and at the end are left out. The
+    spelling of a control token becomes that token.
 
     Args:
-        tokenizer: tokenizer of the library ``tokenizers``. Tokenizers written in Python do not report places.
+        tokenizer: tokenizer of the library ``tokenizers``. Tokenizers written in Python do not report these ranges.
         texts: texts to encode.
 
     Returns:
@@ -108,7 +109,7 @@ def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 def begin_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the indices of the tokens that the tokenizer puts in front of every text.
 
-    They are found by encoding short test texts.
+    For a tokenizer of the library ``tokenizers``, they are determined by encoding short test texts.
 
     Raises:
         ValueError: if the tokenizer fails on a test text, or produces no tokens for any of them.

@@ -66,7 +66,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Load a causal language model and its tokenizer.
 
     Args:
-        path: path of a training checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
+        path: path of a training checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
+            Hub.
         tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
 
     Returns:

@@ -1,7 +1,7 @@
 """Limits of the length of a text: the position table of a model, and the context of its softmax attention.
 
-transformers reminds of ``max_position_embeddings`` with every model that has this option, also where all layers have attention
-that keeps its quality at any length.
+The transformers library warns if a text exceeds ``max_position_embeddings``, even if all layers of the model have attention
+that keeps its quality at any length. The functions of this module replace that warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_mhla.swap.swapping import host_of
 log = logging.getLogger(__name__)
 
 REMINDERS = logging.getLogger("transformers.generation.stopping_criteria")
-"""Logger of transformers' reminder."""
+"""Logger through which transformers warns of texts that exceed ``max_position_embeddings``."""
 
 TABLES = ("wpe", "embed_positions", "position_embeddings", "position_embedding")
 """Names of modules with learned positions in models of transformers."""
@@ -30,12 +30,16 @@ _warned: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def softmax_context(network: PreTrainedModel) -> int | None:
-    """Return the number of tokens that the softmax layers of a model were trained on; None if it has no such layers.
+    """Return the number of tokens that the softmax layers of a model were trained on.
 
-    Softmax attention within a window, as in the kind ``mhla_window``, does not count: its distances do not grow with the text.
+    Softmax attention within a window, as in the kind ``mhla_window``, does not count, because the distance between two tokens
+    that it relates does not grow with the text.
 
     Args:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
+
+    Returns:
+        The number of tokens; None if the model has no softmax layers, or its configuration does not state the number.
     """
     limit: int | None = getattr(network.config, "max_position_embeddings", None)
     if limit is None:
@@ -90,7 +94,10 @@ def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
 
 @contextmanager
 def without_reminder() -> Iterator[None]:
-    """Drop transformers' reminder of ``max_position_embeddings``, in place of which :func:`warn_beyond_context` warns."""
+    """Context manager that suppresses transformers' warning about texts that exceed ``max_position_embeddings``.
+
+    :func:`warn_beyond_context` gives a warning in its place.
+    """
 
     def is_different(record: logging.LogRecord) -> bool:
         return "exceeded the model's predefined" not in record.getMessage()
@@ -103,7 +110,7 @@ def without_reminder() -> Iterator[None]:
 
 
 def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call transformers' ``generate`` with one warning where the softmax layers of the model exceed their context.
+    """Call transformers' ``generate``, and warn if the text exceeds the number of tokens that softmax layers were trained on.
 
     Args:
         network: causal language model of this package or of transformers.
@@ -115,7 +122,7 @@ def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **optio
         The result of ``generate``.
 
     Raises:
-        ValueError: if the prompts and the requested new tokens exceed the table of positions of the model.
+        ValueError: if the prompts and the requested new tokens exceed the number of learned positions of the model.
     """
     limit, new = position_table(network), options.get("max_new_tokens", 1)
     if limit is not None and ids.shape[1] + new - 1 > limit:  # the last new token is not an input

@@ -67,6 +67,11 @@ class LinearizedModel(CausalLanguageModel):
             are sampled with the settings of the original model.
         network: configuration of the model, which is read from pretrained; do not set it.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        FileNotFoundError: if there is no model at ``pretrained``.
+        ValueError: if ``pretrained`` is not set or is not a causal language model of transformers, or its attention cannot be
+            replaced as requested.
     """
 
     def __init__(

@@ -67,6 +67,9 @@ class LanguageModel(CausalLanguageModel):
         pretrained: run folder, checkpoint or exported folder whose weights training starts from, with any context and
             vocabulary; not read if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if ``network`` is combined with ``attention`` or ``layer_kinds``, or an option is invalid.
     """
 
     def __init__(

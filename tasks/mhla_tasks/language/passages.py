@@ -20,7 +20,7 @@ from mhla_tasks.language.dialogues import text_of
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
 
 STEP = 16
-"""Number of tokens to whose multiples passages are padded."""
+"""Passages are padded to a multiple of this number of tokens."""
 
 TEXTS_AT_ONCE = 1024
 """Number of texts that are encoded together."""
@@ -38,8 +38,8 @@ class Passages:
         texts: passages as text; those without tokens are left out.
         tokenizer: tokenizer of the passages; its special tokens are added.
         length: maximum number of tokens in a passage; longer ones are cut.
-        least: minimum number of passages in a group. If there are fewer passages of a length, they share a group with the
-            next longer ones.
+        least: minimum number of passages in a group. If there are fewer passages of a length, they share a group with the next
+            longer ones; if there are no longer ones, with the next shorter ones.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int = 1) -> None:
@@ -67,16 +67,16 @@ class Passages:
 
 
 def merged_groups(groups: np.ndarray, least: int) -> np.ndarray:
-    """Merge groups of similar lengths until each has enough samples, so that none is left out of training for good.
+    """Merge groups of similar lengths until each has enough samples for a batch.
 
-    Training uses complete batches of one group only.
+    Training uses only complete batches, each from a single group. A smaller group would never be used.
 
     Args:
-        groups: length of each sample in steps, ``[samples]`` int64.
+        groups: length of each sample, as a number of steps of 16 tokens, ``[samples]`` int64.
         least: minimum number of samples in a group.
 
     Returns:
-        The largest length in the group of each sample, ``[samples]`` int64.
+        The largest length in the group of each sample, in the same unit, ``[samples]`` int64.
     """
     lengths, counts = np.unique(groups, return_counts=True)
     ends: list[int] = []  # the last length of each merged group
@@ -106,7 +106,7 @@ class TextPassages(ResumableDataModule):
             used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the texts; of dialogues, the texts of the messages are joined.
-        val_passages: number of held-out passages that are used, drawn at random but always the same; null for all.
+        val_passages: maximum number of held-out passages to use, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the passages; null for the seed of seed_everything.
     """

@@ -64,9 +64,9 @@ def write_token_shards(
     * ``KEY.starts.npy``: index of the first token of each document.
     * ``KEY.missing.npy``: for each document, the length of its text in bytes minus the number of bytes that its tokens stand
       for. The member is omitted if the difference is always 0.
-    * ``KEY.targets.npy``: ranges of the tokens that are texts or written by the assistant, for the option
-      ``assistant_only_loss`` of :class:`mhla_tasks.language.TokenShards`. The member is omitted, with a warning, if the chat
-      template does not show which text the assistant writes.
+    * ``KEY.targets.npy``: ranges of the tokens that belong to plain texts or to messages of the assistant, for the option
+    ``assistant_only_loss`` of :class:`mhla_tasks.language.TokenShards`. The member is omitted, with a warning, if the chat
+    template does not show which text the assistant writes.
 
     Args:
         target: path of the folder to write to, created if missing.
@@ -85,6 +85,7 @@ def write_token_shards(
         Paths of all shards.
 
     Raises:
+        FileNotFoundError: if a source does not exist.
         ValueError: if there is no text, there are dialogues but no chat template, or the folder holds shards with this prefix
             that were made with different options or from files that have changed since.
     """
@@ -191,7 +192,7 @@ class RunEncoder:
         return members
 
     def _encode(self, documents: list[Document]) -> tuple[EncodedDocuments, np.ndarray | None]:
-        """Encode documents, and mark the tokens that are texts or written by the assistant, ``[n]`` bool.
+        """Encode documents, and mark the tokens that belong to plain texts or to messages of the assistant, ``[n]`` bool.
 
         The mask is None if the chat template does not show which text the assistant writes.
         """

@@ -69,7 +69,7 @@ class GenerationOptions:
 
 
 def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return temperature, top_k and top_p for a model: the values that the user sets, or else those saved with the model.
+    """Choose the sampling options for a model: the values that the user sets, or else those saved with the model.
 
     With saved values alone, tokens are sampled as by transformers' ``generate``. A model whose settings do not say whether to
     sample is sampled with the defaults of :class:`GenerationOptions`.
@@ -79,7 +79,7 @@ def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> d
         requested: options that the user sets, by name; None for those that are not set.
 
     Returns:
-        Arguments of :class:`GenerationOptions`.
+        Keyword arguments of :class:`GenerationOptions`; options that have neither value are left out.
     """
     overrides = {name: value for name, value in requested.items() if value is not None}
     if saved.do_sample:

@@ -83,7 +83,7 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Remove the positions after the batch's last label from ``tokens`` and ``labels``: they do not affect the loss.
+        """Remove the positions after the batch's last label, which do not affect the loss, from ``tokens`` and ``labels``.
 
         Returns:
             A batch with shorter sequences; ``batch`` itself if it has no ``labels``.

@@ -52,7 +52,7 @@ class TokenRuns(Protocol):
         ...
 
     def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
-        """Return the parts of a token range that are texts or written by the assistant.
+        """Return the parts of a token range that belong to plain texts or to messages of the assistant.
 
         Args:
             run: index of the run, a long sequence of tokens.
@@ -78,7 +78,7 @@ class ArrayRuns:
         name: name of the text, for messages.
         missing: for each document, the length of its text in bytes minus the number of bytes that its tokens stand for,
             ``[documents]``; None if the difference is always 0.
-        targets: mask of the tokens that are texts or written by the assistant, ``[n]`` bool; None for all.
+        targets: mask of the tokens that belong to plain texts or to messages of the assistant, ``[n]`` bool; None for all.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ArrayRuns:
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
     def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
-        """Return the parts of a token range that are texts or written by the assistant.
+        """Return the parts of a token range that belong to plain texts or to messages of the assistant.
 
         Args:
             run: ignored, because there is a single sequence of tokens.
@@ -147,8 +147,8 @@ class TokenWindows:
         context: number of tokens that the model reads in a sample.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``, to compute bits per byte.
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
-        assistant_only_loss: whether samples mark the tokens that are texts or written by the assistant, so that the loss counts
-            these only.
+        assistant_only_loss: whether samples mark the tokens that belong to plain texts or to messages of the assistant, so that
+            the loss counts these only.
     """
 
     def __init__(

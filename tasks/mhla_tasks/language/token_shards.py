@@ -14,7 +14,7 @@ from mhla_tasks.language.text_bytes import missing_between
 TOKENS, STARTS, MISSING, TARGETS = "tokens.npy", "starts.npy", "missing.npy", "targets.npy"
 """Names of the members of a sample: its tokens; the index of the first token of each document; the length of each document in
 bytes minus the number of bytes that its tokens stand for, omitted if the difference is always 0; and the ranges of the tokens
-that are texts or written by the assistant, omitted if the chat template does not show which these are."""
+that belong to plain texts or to messages of the assistant, omitted if the chat template does not show which these are."""
 
 
 class ShardRuns:
@@ -102,7 +102,7 @@ class ShardRuns:
         return self._has(run, MISSING)
 
     def has_targets(self, run: int) -> bool:
-        """Return whether the shard stores which tokens of a run (token sequence) are texts or written by the assistant."""
+        """Return whether the shard stores which tokens of a run (token sequence) the option ``assistant_only_loss`` counts."""
         return self._has(run, TARGETS)
 
     def _has(self, run: int, member: str) -> bool:
@@ -112,7 +112,7 @@ class ShardRuns:
             return False
 
     def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
-        """Return the parts of a token range that are texts or written by the assistant.
+        """Return the parts of a token range that belong to plain texts or to messages of the assistant.
 
         Args:
             run: index of the run, the long token sequence that contains the range.

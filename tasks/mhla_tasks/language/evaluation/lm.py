@@ -32,8 +32,8 @@ class MHLALM(HFLM):
     appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint or of an exported folder, name of a model on the Hugging Face Hub, or model
-            object.
+        pretrained: path of a training checkpoint, of a run's folder or of an exported folder, name of a model on the Hugging
+            Face Hub, or model object.
         tokenizer: folder of a tokenizer, name of a model on the Hugging Face Hub, or tokenizer object; None for the model's own
             tokenizer.
         device: device to load the model to; None for the GPU if there is one. Ignored if ``pretrained`` is a model object.
