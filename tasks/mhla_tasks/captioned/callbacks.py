@@ -31,6 +31,9 @@ class DrawnSamples(PeriodicEvaluation):
         at_end: whether to draw samples at the end of training.
         at_start: whether to also draw samples before the first optimizer step.
         seed: random seed for the noise that sampling starts from.
+
+    Raises:
+        ValueError: if ``prompts`` is empty.
     """
 
     module_class: ClassVar[type[CaptionedDiffusion]]

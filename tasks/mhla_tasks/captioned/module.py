@@ -329,9 +329,11 @@ class CaptionedDiffusion(GenerativeModule):
         """Draw the samples that a batch requests, except those whose files already exist.
 
         Returns:
-            A dict with ``pixels``, the n drawn samples as uint8 (images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]``; an empty
-            list if none is drawn), and ``rows``, a list with a dict for each sample: ``file`` (file name), ``prompt``,
-            ``index``, ``seed``, ``seconds`` (mean drawing time per sample) and ``at_once`` (number of samples drawn together).
+            A dict with two entries for the n drawn samples:
+
+            * ``pixels``: images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]`` with F frames, uint8; empty if n is 0.
+            * ``rows``: a dict for each sample with ``file`` (file name), ``prompt``, ``index``, ``seed``, ``seconds`` (mean
+              drawing time per sample) and ``at_once`` (number of samples drawn together).
         """
         counted = batch["valid"].nonzero()[:, 0].tolist()
         rows: list[dict[str, Any]] = [

@@ -41,6 +41,9 @@ class PromptRequest:
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
         seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
             noise.
+
+    Raises:
+        ValueError: if ``per_prompt`` is below 1.
     """
 
     prompts: str | list[str] | None = None

@@ -37,6 +37,9 @@ class TextConfig:
         carry: factor, at least 0 and below 1. The embedding of the previous word times this factor is added to the embedding of
             each word, if encoder is null. With 0, a transformer cannot distinguish captions that differ only in the order of
             their words.
+
+    Raises:
+        ValueError: if ``length`` or ``carry`` is out of range, or ``carry`` is combined with ``encoder``.
     """
 
     encoder: str | None = None
