@@ -28,6 +28,9 @@ class SampleRequest:
         per_class: number of samples of each class.
         seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
             noise.
+
+    Raises:
+        ValueError: if ``per_class`` is below 1, or ``classes`` is an empty list.
     """
 
     classes: list[int] | None = None
@@ -230,6 +233,9 @@ class ImageShards(ClassShards):
         samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
         seed: random seed for the order and the mirroring of the training samples; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
+
+    Raises:
+        ValueError: if ``channels`` is neither 1 nor 3.
     """
 
     def __init__(

@@ -36,6 +36,9 @@ class DiGConfig:
             DiG.
         key_ratio: width of a key divided by the width of a value.
         local: whether each block ends with a depthwise 3 x 3 convolution.
+
+    Raises:
+        ValueError: if an option is out of range.
     """
 
     directions: Literal["four", "two", "one"] = "four"

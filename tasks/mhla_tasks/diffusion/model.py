@@ -55,8 +55,8 @@ class DiT(ModelMixin, ConfigMixin):
         checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
 
     Raises:
-        ValueError: if the patch size does not divide the sides of the sample, the width is not a multiple of 4, ``size`` is
-            combined with ``dim``, ``depth`` or ``heads``, one of these is missing, or ``mlp_ratio`` is set for a DiG.
+        ValueError: if the patches do not divide the sample, the width is not a multiple of 4, the width, depth and heads are
+            given twice or not at all, or ``mlp_ratio`` is set for a DiG.
     """
 
     position: Tensor

@@ -92,8 +92,8 @@ class DiTPipeline(DiffusionPipeline):
             The images, in an ``ImagePipelineOutput`` or in a tuple with one entry.
 
         Raises:
-            ValueError: if a label is not a class of the network, if guidance is requested for a network that was never trained
-                without labels, if the number of steps is out of range, or if the output type is unknown.
+            ValueError: if a label is not a class, guidance is requested for a network that was never trained without labels,
+                the number of steps is out of range, or the output type is unknown.
         """
         steps = self.config.steps if num_inference_steps is None else num_inference_steps
         guidance = self.config.guidance if guidance_scale is None else guidance_scale

@@ -40,6 +40,9 @@ class ProcessConfig:
         shift: factor that shifts timesteps toward noise in training and sampling, for samples with many pixels; 1 for no shift.
             Only with flow.
         label_dropout: share of samples that are trained without their class; guidance requires a share above 0.
+
+    Raises:
+        ValueError: if an option is out of range, or ``times`` or ``shift`` is set with the objective ddpm.
     """
 
     objective: Literal["ddpm", "flow"] = "ddpm"

@@ -30,6 +30,9 @@ class DiTSamplingConfig:
             model trained with the objective flow supports euler (default) and dpm-solver++. null for the default.
         steps: number of sampling steps. Each step evaluates the network once, or on a batch of twice the size with guidance.
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
+
+    Raises:
+        ValueError: if ``steps`` is below 1, or ``guidance`` is negative.
     """
 
     sampler: Sampler | None = None
