@@ -81,6 +81,9 @@ class SceneScores(ImagePictures):
         at_end: whether to score the weights at the end of training.
         at_start: whether to score the weights before the first optimizer step, too.
         seed: random seed for the noise that sampling starts from.
+
+    Raises:
+        ValueError: if ``per_prompt`` is below 1, or a prompt is not a caption of a scene of digits.
     """
 
     def __init__(
@@ -185,7 +188,11 @@ class ClipScore(ImagePictures):
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Return the CLIP model and its processor, which are loaded on first use."""
+        """Return the CLIP model and its processor, which are loaded on first use.
+
+        Raises:
+            FileNotFoundError: if there is no such model.
+        """
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor
 

@@ -93,7 +93,7 @@ class CaptionedImageShards(CaptionedImageData):
         width: width in pixels to which images are scaled and center-cropped.
         buckets: several image sizes in place of height and width, as HEIGHTxWIDTH, such as [512x512, 384x640]. Each image gets
             the size with the nearest aspect ratio, and all images of a batch have the same size. Heights and widths must be
-            multiples of the model's patch size.
+            multiples of the model's patch size. null for a single size, height x width.
         caption_key: key of the caption in JSON files and in the lines of metadata.jsonl.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
@@ -101,6 +101,9 @@ class CaptionedImageShards(CaptionedImageData):
         seed: random seed for the order of the samples, and for choosing one of several captions of an image; null for the seed
             of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
+
+    Raises:
+        ValueError: if a size is invalid or occurs twice, or several buckets are combined with ``shards.cache_bytes``.
     """
 
     def __init__(

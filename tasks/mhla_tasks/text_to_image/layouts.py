@@ -37,8 +37,8 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
     Raises:
         FileNotFoundError: if an image is missing.
-        ValueError: if a name in the list of prompts is not a valid file name or occurs twice, a file is not an image, GenEval's
-            list of prompts is not a ``.jsonl`` file, or DPG-Bench's images of a prompt have different sizes.
+        ValueError: if a name in the list of prompts is not a valid file name or occurs twice, or the list or an image does not
+            have the format that the benchmark requires.
     """
     names = [name for name, _ in dict.fromkeys(read_prompts(prompts))]
     if wrong := [name for name in names if not is_file_name(name)]:

@@ -26,6 +26,9 @@ class SanaTransformerConfig:
         interpolation_scale: scale of sine-cosine position embeddings; null for no position embeddings, as in SANA at 512 and
             1,024 pixels.
         qk_norm: normalization of queries and keys: rms_norm_across_heads (as in SANA-1.5), or null for none.
+
+    Raises:
+        ValueError: if the numbers and widths of the heads do not give the token width.
     """
 
     in_channels: int = 32

@@ -24,6 +24,9 @@ class SanaSamplingConfig:
         width: width of the images in pixels.
         negative_prompt: prompt from which guidance moves images away. The default is the empty prompt, which
             replaces dropped captions in training (option caption_dropout).
+
+    Raises:
+        ValueError: if a number is out of range.
     """
 
     sampler: Sampler = "dpm"
