@@ -29,6 +29,9 @@ class ClipPictures(DrawnSamples):
         at_end: whether to draw clips at the end of training.
         frames: number of frames in a row of the picture.
         seed: random seed for the noise that sampling starts from.
+
+    Raises:
+        ValueError: if ``prompts`` is empty, or ``frames`` is below 1.
     """
 
     module_class = VideoDiffusion

@@ -134,7 +134,7 @@ def _too_short(video: Video, frames: int, fps: float | None, span: float) -> boo
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """Yield ``count`` consecutive frames of a video.
+    """Yield up to ``count`` consecutive frames of a video; fewer if it ends.
 
     Args:
         video: opened video.
@@ -153,7 +153,7 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
 
 def _frames_at(video: Video, start: float, step: float, count: int, late: float = EARLY) -> Iterator[Any]:
-    """Yield the ``count`` frames that a player shows at ``start`` and every ``step`` seconds after it.
+    """Yield the frames that a player shows at ``start`` and every ``step`` seconds after it, up to ``count`` frames.
 
     Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
     duration. Timestamps are not exact, because files round them and the frame rates of cameras vary. A frame therefore counts

@@ -53,6 +53,9 @@ class ErrorsConfig:
     Args:
         own: share of clips in which the model's own predictions replace the frames after the first ones (option start).
         noise: share of pixels that get a random level.
+
+    Raises:
+        ValueError: if a share is negative, or not below 1.
     """
 
     own: float = 0.0
@@ -72,6 +75,9 @@ class ContinuationSampling:
         frames: number of frames of a clip, including the first ones, which are copied.
         fps: frames per second of the MP4 files.
         crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (lowest quality).
+
+    Raises:
+        ValueError: if ``fps`` or ``crf`` is out of range.
     """
 
     frames: int = 64
@@ -186,7 +192,11 @@ class VideoContinuation(GenerativeModule):
         return self.network(frames).float()
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute and log the mean cross-entropy of frames that are predicted from earlier frames with random errors."""
+        """Compute and log the mean cross-entropy of frames that are predicted from earlier frames with random errors.
+
+        Raises:
+            ValueError: if the clips do not have the number of frames that the option ``frames`` states.
+        """
         frames = self.network.to_levels(batch["video"])
         if frames.shape[1] != self.frames:  # pictures and predictions would name a wrong trained length
             raise ValueError(
@@ -254,13 +264,19 @@ class VideoContinuation(GenerativeModule):
         """Continue the clips of a batch, except those whose files already exist.
 
         Returns:
-            A dict with ``pixels``, the continued clips ``[n, F, C, H, W]`` uint8; ``truth``, a list of the true clips
-            ``[F, C, H, W]`` uint8, which may be shorter if the batch has their lengths (``frames``); and ``rows``, a list with
-            a dict for each clip: ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a digest of the true
-            clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued together). Each row also has
-            lists with a number for each predicted frame: ``frame_seconds`` (time for all clips continued together),
-            ``state_bytes`` (size of the generation states of one clip), and ``error`` (error relative to the norm of the true
-            frame, only for frames that the true clip has).
+            A dict with three entries for the n continued clips, which are empty lists if n is 0:
+
+            * ``pixels``: continued clips ``[n, F, C, H, W]`` uint8.
+            * ``truth``: list of the true clips ``[F, C, H, W]`` uint8. They may be shorter if the batch has their lengths in
+              the entry ``frames``.
+            * ``rows``: a dict for each clip with ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a digest
+              of the true clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued together).
+
+            Each row also has three lists with a number for each predicted frame:
+
+            * ``frame_seconds``: time for all clips that are continued together.
+            * ``state_bytes``: size of the generation states of one clip.
+            * ``error``: error relative to the norm of the true frame. The list ends with the true clip.
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()
         levels = self.network.to_levels(batch["video"])
@@ -302,6 +318,10 @@ class VideoContinuation(GenerativeModule):
         Returns:
             Clips ``[B, frames, C, H, W]`` uint8, and a dict of two lists with a number for each predicted frame:
             ``frame_seconds`` (time for all clips) and ``state_bytes`` (size of the generation states of one clip).
+
+        Raises:
+            ValueError: if the attention does not support clips of that length, or ``frames`` does not exceed the number of
+                first frames.
         """
         clips = [first]
         measured: dict[str, Any] = {"frame_seconds": [], "state_bytes": []}

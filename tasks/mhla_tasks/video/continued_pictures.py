@@ -38,6 +38,9 @@ class ContinuationPictures(PeriodicEvaluation):
         at_end: whether to continue clips at the end of training.
         clips: number of clips.
         frames: number of frames of the continued clips; null for the model's option sampling.frames.
+
+    Raises:
+        ValueError: if ``clips`` or ``frames`` is below 1.
     """
 
     def __init__(

@@ -26,6 +26,9 @@ class WanSamplingConfig:
         crf: constant rate factor of x264, from 0 (loses only color resolution) to 51 (lowest quality).
         negative_prompt: prompt from which guidance moves clips away. The default is the empty prompt, which replaces
             dropped captions in training (option caption_dropout).
+
+    Raises:
+        ValueError: if a number is out of range.
     """
 
     sampler: Sampler = "unipc"

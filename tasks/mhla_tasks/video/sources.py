@@ -58,7 +58,11 @@ class CaptionedClips:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a clip: a dict with ``video`` ``[3, frames, height, width]`` float32 in -1 .. 1, ``caption`` and ``index``."""
+        """Return a clip: a dict with ``video`` ``[3, frames, height, width]`` float32 in -1 .. 1, ``caption`` and ``index``.
+
+        Raises:
+            BrokenSampleError: if the video is damaged or too short, or its caption is missing.
+        """
         text, name = self.files.caption(index), self.files.describe(index)
         position = _position(self.anywhere)
         data = self.files.member(index, (VIDEO,))[1]
@@ -91,7 +95,11 @@ class UncaptionedClips:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a clip: a dict with ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, and ``index``."""
+        """Return a clip: a dict with ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, and ``index``.
+
+        Raises:
+            BrokenSampleError: if the video is damaged or too short.
+        """
         try:
             clip = self._read(index, _position(self.anywhere))
         except BrokenSampleError as error:
@@ -172,9 +180,13 @@ class Beginnings:
         """Return the beginning of a video as a dict.
 
         Returns:
-            ``video`` ``[channels, frames, height, width]`` float32 in -1 .. 1, in which the last frame of a shorter video is
-            repeated; ``frames``, the number of frames that the video has; ``caption``, the path of the video within its
-            folder, or its shard and key; and ``index``.
+            A dict with these entries:
+
+            * ``video``: clip ``[channels, frames, height, width]`` float32 in -1 .. 1. The last frame of a shorter video is
+              repeated.
+            * ``frames``: number of frames that are not such repetitions.
+            * ``caption``: path of the video within its folder, or its shard and key.
+            * ``index``: the given index.
         """
         clip = self._read(index, self.size[0])
         repeated = clip[-1:].expand(self.size[0] - len(clip), -1, -1, -1)
