@@ -28,8 +28,8 @@ class Digits(ResumableDataModule):
         num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
-        predict_dir: folder of images that the predict command classifies. They must show light strokes on a dark background,
-            and are scaled to 8 x 8 gray pixels.
+        predict_dir: folder of images that the predict command classifies; null if the command is not used. The images must show
+            light strokes on a dark background, and are scaled to 8 x 8 gray pixels.
     """
 
     side: ClassVar[int] = 8
@@ -68,8 +68,8 @@ class Mnist(Digits):
         num_workers: number of data loading workers for each training process; 0 is fastest for images this small.
         augment: whether to shift, rotate and scale training images slightly.
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
-        predict_dir: folder of images that the predict command classifies. They must show light strokes on a dark background,
-            and are scaled to 28 x 28 gray pixels.
+        predict_dir: folder of images that the predict command classifies; null if the command is not used. The images must show
+            light strokes on a dark background, and are scaled to 28 x 28 gray pixels.
     """
 
     side = 28
@@ -93,6 +93,9 @@ class AugmentConfig:
         interpolation: interpolation for resizing the crop: random, bilinear or bicubic.
         repeats: number of differently augmented copies of an image in one epoch (repeated augmentation, arXiv 1901.09335); DeiT
             and RAVLT use 3. The length of an epoch does not change, so an epoch contains only 1 / repeats of the images.
+
+    Raises:
+        ValueError: if an option is out of range, or the interpolation is unknown.
     """
 
     auto_augment: str | None = "rand-m9-mstd0.5-inc1"
@@ -137,7 +140,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         augment: augmentation of training images.
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
-        predict_dir: folder of images that the predict command classifies.
+        predict_dir: folder of images that the predict command classifies; null if the command is not used.
         mean: values to subtract from pixels in [0, 1], one for each color. The default is that of ImageNet.
         std: values by which pixels are divided after the subtraction, one for each color.
     """

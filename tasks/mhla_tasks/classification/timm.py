@@ -38,7 +38,8 @@ class TimmClassifier(Classifier):
         num_classes: number of classes; null on the command line to use the number of classes in the data.
         image_size: side of the square image, in pixels.
         channels: number of channels of the image.
-        model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}.
+        model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}; null
+            for none.
         attention: options of the attention that replaces the original attention; null to keep the original attention.
         layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
             and "replace" uses attention.kind. null replaces the attention of all layers.
