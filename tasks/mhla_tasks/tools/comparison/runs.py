@@ -99,7 +99,11 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def _sweep_order(folder: Path) -> list[str]:
-    """Return the names of the runs that a sweep listed in its folder; empty if the folder is not that of a sweep."""
+    """Return the names of the runs that a sweep listed in its folder; empty if the folder is not that of a sweep.
+
+    Raises:
+        ValueError: if the file with the order does not list runs.
+    """
     if not (folder / ORDER).is_file():
         return []
     names = read_json(folder / ORDER).get("runs")
@@ -165,6 +169,10 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
     """Check the entries of a ``run.json`` that comparisons use, and replace numbers that are not finite by None.
 
     Runs may come from other people, so the types of all these entries are checked.
+
+    Raises:
+        _BrokenRecordError: if an entry is missing or has a wrong type.
+        KeyError: if the best metric has no name.
     """
     if not isinstance(record.get("metrics"), dict) or not _is_number(record.get("seconds")):
         raise _BrokenRecordError("it has no metrics or no seconds")

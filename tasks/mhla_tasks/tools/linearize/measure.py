@@ -199,7 +199,12 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
 
 
 def longest_sample(source: PretrainedSource, network: Any) -> int | None:
-    """Return the maximum number of tokens that a pretrained model accepts; None if there is no limit, as for image encoders."""
+    """Return the maximum number of tokens that a pretrained model accepts; None if there is no limit, as for image encoders.
+
+    Args:
+        source: description of the pretrained model.
+        network: the model, with the original attention.
+    """
     return None if source.domain == "image" else getattr(network.config, "max_position_embeddings", None)
 
 

@@ -90,7 +90,7 @@ def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> 
 
     Args:
         source: pretrained model, which determines the tokenizer or the preprocessing of images.
-        settings: options of the command.
+        settings: options of ``lightning linearize``.
         shards: folder with tokenized text; used only for language models.
     """
     options: dict[str, Any]
@@ -116,7 +116,7 @@ def attention_options(source: PretrainedSource, settings: Settings) -> dict[str,
 
     Args:
         source: pretrained model.
-        settings: options of the command.
+        settings: options of ``lightning linearize``.
     """
     options: dict[str, Any] = {"kind": settings.kind}
     if settings.kind != "softmax":
@@ -136,7 +136,7 @@ def matching(source: PretrainedSource, settings: Settings, data: dict[str, Any],
 
     Args:
         source: pretrained model.
-        settings: options of the command.
+        settings: options of ``lightning linearize``.
         data: configuration of the data module.
         steps: number of optimizer steps.
     """
@@ -157,7 +157,7 @@ def tuning(
 
     Args:
         source: pretrained model.
-        settings: options of the command.
+        settings: options of ``lightning linearize``.
         data: configuration of the data module.
         steps: number of optimizer steps.
         matched: path of the checkpoint of the first run, from which the second run starts.
