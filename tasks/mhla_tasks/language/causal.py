@@ -109,8 +109,7 @@ class CausalLanguageModel(TrainingModule):
 
         Raises:
             ValueError: if the vocabulary of the data is larger than that of the model, the data has too many groups of
-                questions, or the attention or the data does not support packed documents, sequence parallelism or generation
-                where these are needed.
+                questions, or packed documents, sequence parallelism or generation are required but not supported.
         """
         super().setup(stage)
         requirements = {

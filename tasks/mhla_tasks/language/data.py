@@ -46,8 +46,12 @@ class TextData(ResumableDataModule):
     Args:
         context: number of tokens in a sample.
         separate_documents: whether tokens attend only to tokens of the same document.
-        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt;
+            null if the command is not used.
         options: arguments of :class:`lightning_mhla.data.ResumableDataModule`.
+
+    Raises:
+        ValueError: if ``context`` is below 1.
     """
 
     def __init__(self, context: int, separate_documents: bool, prompts: str | None, **options: Any) -> None:
@@ -105,7 +109,8 @@ class PythonSource(TextData):
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the samples; null for the seed of seed_everything.
         cache_dir: folder for the tokenizer and the tokens; null for the user's cache.
-        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt;
+            null if the command is not used.
     """
 
     def __init__(
@@ -165,8 +170,8 @@ class HubText(TextData):
             an array of objects), csv, parquet, or text (each line is a document).
         name: name of the data set's configuration; null for the default.
         split: name of the split to read.
-        data_files: local files, glob patterns or URLs, if path is a file format. Files that end in .gz, .bz2, .xz or .zst are
-            decompressed.
+        data_files: local files, glob patterns or URLs, if path is a file format; null for a data set on the Hub. Files that end
+            in .gz, .bz2, .xz or .zst are decompressed.
         column: name of the column that holds the texts, or the dialogues: lists of messages with role and content, which the
             chat template of the tokenizer turns into tokens.
         batch_size: number of samples per batch, summed over all processes.
@@ -179,9 +184,13 @@ class HubText(TextData):
         seed: random seed for the order of the documents; null for the seed of seed_everything.
         control_tokens: whether the spelling of a control token in a text, such as <|endoftext|>, becomes that token; false
             leaves it as text.
-        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt;
+            null if the command is not used.
         assistant_only_loss: whether the loss of a dialogue, in training and validation, counts only the messages of the
             assistant and the tokens that end them; false counts all messages. Texts always count in full.
+
+    Raises:
+        ValueError: if ``context`` or ``steps_per_epoch`` is below 1, or ``shuffle_buffer`` or ``val_documents`` is negative.
     """
 
     def __init__(
@@ -320,6 +329,9 @@ class HubText(TextData):
         """Yield the training documents endlessly, in a different order in each epoch.
 
         Every call of this method yields the same sequence.
+
+        Raises:
+            ValueError: if there are no documents after those for validation.
         """
         remarks = Remarks(at_once=True)
         for epoch in itertools.count():
@@ -350,7 +362,8 @@ class TokenShards(TextData):
         num_workers: number of worker processes for each training process.
         seed: random seed for the order of the samples; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloads.
-        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt.
+        prompts: file of prompts for the predict command: one on each line, or a table (.jsonl, .csv, ...) with a column prompt;
+            null if the command is not used.
         assistant_only_loss: whether the loss of a dialogue, in training and validation, counts only the messages of the
             assistant and the tokens that end them; false counts all messages. Texts always count in full.
     """

@@ -124,6 +124,10 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
     Returns:
         A list of tuples of URL and format; None if only the library ``datasets`` can read the data set.
+
+    Raises:
+        FileNotFoundError: if the data set cannot be loaded.
+        ValueError: if the data set does not have the split.
     """
     from datasets import load_dataset_builder
 
@@ -150,7 +154,13 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
-    """Yield the location and the document of each row of a data set, with the reader of the library ``datasets``."""
+    """Yield the location and the document of each row of a data set, with the reader of the library ``datasets``.
+
+    Raises:
+        FileNotFoundError: if the data set cannot be loaded.
+        OSError: if a file or the network fails.
+        ValueError: if a row is broken or lacks the column.
+    """
     from datasets import load_dataset
 
     name, number = f"the data set {data_set['path']}", 0

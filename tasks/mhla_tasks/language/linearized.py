@@ -52,14 +52,14 @@ class LinearizedModel(CausalLanguageModel):
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
             this class, or of LanguageModel if its option network was set. The weights are not read if --ckpt_path supplies
-            them.
+            them. null is only possible with such a checkpoint.
         attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
             original model.
-        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
-            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
-        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
-            trains the replaced attention layers, including their projections. new trains only the parameters that the
-            replacement added. lora trains these and LoRA adapters of the projections.
+        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
+            and "replace" uses attention.kind. null replaces the attention of all layers.
+        train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the new attention
+            layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
+            parameters and LoRA adapters of the projections.
         lora: rank, alpha and dropout of the LoRA adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.

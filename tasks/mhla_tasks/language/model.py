@@ -125,17 +125,17 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         """Compute the logits of the next token and, if there are labels, the loss.
 
         Args:
-            input_ids: token indices, ``[B, N]`` int64.
+            input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
             attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
-                it also covers the columns of earlier calls.
+                it also covers the columns of earlier calls. None if there is no padding.
             position_ids: positions for rotary embeddings, ``[B, N]``; None counts the tokens of each row without padding. If
                 there is neither padding nor a state, a token whose position is not above that of the previous token begins a
                 new document, as with ``cu_seqlens``. An exported graph, which cannot depend on values, ignores such document
                 starts.
-            past_key_values: generation state to continue from, which is updated in place.
-            inputs_embeds: embedded tokens, ``[B, N, dim]``, in place of ``input_ids``.
+            past_key_values: generation state to continue from, updated in place; None to start with the first token.
+            inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
             labels: token indices, ``[B, N]`` int64, in the same columns as the tokens. The target of each token is the label in
-                the next column; ``-100`` is ignored.
+                the next column; ``-100`` is ignored. None to compute no loss, unless ``kwargs`` has ``shift_labels``.
             use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
                 training, with labels, for packed documents, and in a compiled or exported graph. With gradient checkpointing in
                 training, there is never a state.
@@ -143,7 +143,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
                 configuration.
             return_dict: whether to return a :class:`LanguageModelOutput` (None or True) or a tuple (False).
             logits_to_keep: number of columns at the end to compute logits for, or indices of the columns; 0 for all columns.
-            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``.
+            cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
+                None if each row is one document, or if ``position_ids`` or ``kwargs`` mark the documents.
             kwargs: additional arguments; see :class:`ForwardOptions`.
 
         Returns:
@@ -222,6 +223,8 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         **kwargs: Any,
     ) -> dict[str, Any]:
         """Select the inputs of a generation step: the tokens after those in the state, or all tokens if there is no state.
+
+        The arguments are those of transformers' method of this name.
 
         Returns:
             Keyword arguments of the forward pass.

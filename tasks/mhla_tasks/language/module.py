@@ -62,10 +62,10 @@ class LanguageModel(CausalLanguageModel):
         shape: widths, depth and heads.
         network: transformers configuration of a different causal language model to build instead of the MHLA backbone, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds must
-            not be set.
+            not be set. null for the MHLA backbone.
         generation: options for continuing prompts in predict.
         pretrained: run folder, checkpoint or exported folder whose weights training starts from, with any context and
-            vocabulary; not read if --ckpt_path supplies the weights.
+            vocabulary; null for random weights. It is not read if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:

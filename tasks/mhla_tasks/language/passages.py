@@ -1,4 +1,4 @@
-"""Data module for short texts, to train encoders: each sample is a passage with the special tokens that the tokenizer adds."""
+"""Data module for training encoders on short texts. Each sample is a passage with the tokenizer's special tokens."""
 
 from __future__ import annotations
 
@@ -109,6 +109,9 @@ class TextPassages(ResumableDataModule):
         val_passages: maximum number of held-out passages to use, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the passages; null for the seed of seed_everything.
+
+    Raises:
+        ValueError: if ``length`` is below 16, ``min_characters`` is negative, or ``val_passages`` is below 1.
     """
 
     def __init__(

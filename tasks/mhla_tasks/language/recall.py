@@ -29,6 +29,9 @@ class RecallPart:
         pairs: number of key-value pairs, at most a quarter of ``tokens``. For each pair, a sequence has one question: the key
             occurs again, and the model has to predict its value.
         samples: number of sequences.
+
+    Raises:
+        ValueError: if an option is out of range.
     """
 
     tokens: int = 64
@@ -114,6 +117,9 @@ class AssociativeRecall(QuestionData):
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of worker processes for each training process.
         seed: random seed for the sequences and their order; null for the seed of seed_everything.
+
+    Raises:
+        ValueError: if ``train`` or ``val`` is empty, or the vocabulary is too small for a sequence.
     """
 
     def __init__(
@@ -216,6 +222,9 @@ class Needle(QuestionData):
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of worker processes for each training process.
         seed: random seed for the sequences and their order; null for the seed of seed_everything.
+
+    Raises:
+        ValueError: if an option is below its minimum, such as 8 for ``tokens`` and 6 for ``vocab_size``.
     """
 
     DEPTHS = 5

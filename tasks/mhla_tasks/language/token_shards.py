@@ -41,7 +41,11 @@ class ShardRuns:
         self._targets: dict[int, np.ndarray] = {}
 
     def _head(self, run: int) -> tuple[int, np.dtype]:
-        """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens."""
+        """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens.
+
+        Raises:
+            BrokenSampleError: if the tokens are missing, truncated or not an array of unsigned integers.
+        """
         self.reader.extension(run, (TOKENS,))
         self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens

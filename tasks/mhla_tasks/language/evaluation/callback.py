@@ -46,7 +46,10 @@ class LMEval(PeriodicEvaluation):
         max_length: maximum number of tokens in prompt and answer together; null for the model's context.
         cut: part to remove from prompts that are too long: middle or left.
         data_dir: folder with local copies of the tasks' data; null for the Hugging Face Hub.
-        include_path: folder with additional tasks.
+        include_path: folder with additional tasks; null for none.
+
+    Raises:
+        ValueError: if ``tasks`` is empty.
     """
 
     def __init__(

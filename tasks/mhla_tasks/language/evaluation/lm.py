@@ -108,6 +108,10 @@ class MHLALM(HFLM):
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """Score the continuation of each prompt as lm-eval does, and count the prompts that were cut to fit the model.
 
+        Args:
+            requests: prompts in the form in which lm-eval passes them.
+            disable_tqdm: whether to hide the progress bar.
+
         Returns:
             For each request, the log-likelihood of the continuation in nats, and whether greedy decoding would produce it.
         """
@@ -115,6 +119,10 @@ class MHLALM(HFLM):
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate an answer to each prompt as lm-eval does, and count the prompts that were cut to fit the model.
+
+        Args:
+            requests: prompts in the form in which lm-eval passes them.
+            disable_tqdm: whether to hide the progress bar.
 
         Returns:
             The generated text for each request.
@@ -136,6 +144,7 @@ class MHLALM(HFLM):
             string: text to encode.
             add_special_tokens: whether to add the special tokens in front of the text; None for lm-eval's setting.
             left_truncate_len: number of tokens to keep at the end of the text; None for all.
+            kwargs: ignored.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
