@@ -57,7 +57,7 @@ def encode_images(
     share: tuple[int, int] = (0, 1),
     force: bool = False,
 ) -> tuple[list[Path], int]:
-    """Encode images as latents, and write these to the shards ``target/prefix-00000.tar`` and so on.
+    """Encode images as latents, and write the latents to shards ``target/prefix-00000.tar`` and so on.
 
     Several processes can divide the shards among them. Each process calls this function with its own ``share``.
 

@@ -140,10 +140,10 @@ class ChatTemplate:
         return len(prefix)
 
     def _first_start(self, rendered: str) -> int:
-        """Return where the reply begins in the output for a dialogue that begins with a reply: after the prompt for a reply.
+        """Return the index of the character at which the reply begins in the output for a dialogue that begins with a reply.
 
-        A template need not accept an empty conversation, and may write a system message of its own before the first message.
-        The output for the earlier messages is therefore not used here.
+        The reply begins after the first prompt for a reply. A template need not accept an empty conversation, and may write a
+        system message of its own before the first message. The output for the earlier messages is therefore not used here.
 
         Args:
             rendered: output for all messages.
@@ -220,7 +220,7 @@ class ChatTemplate:
     def encode_with_replies(
         self, rendered: str, contents: Sequence[str], ranges: list[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the token indices of messages that spell a control token, and the mask of those that the model writes.
+        """Return the token indices of a dialogue in which a message spells a control token, and mark the model's tokens.
 
         The indices are the same as those from :meth:`encode`.
 

@@ -76,7 +76,7 @@ class Conversation:
         return self.ids
 
     def _changed(self, rendered: str) -> str | None:
-        """Return the output of the template for the messages themselves if it changes them, such as by omitting reasoning.
+        """Return the template's output for the messages if the template changes their text, for example by omitting reasoning.
 
         Spaces that a template removes around a message do not count, so that a model need not read earlier turns again.
 
@@ -84,7 +84,7 @@ class Conversation:
             rendered: output of the template with placeholders for messages.
 
         Returns:
-            The output; None if it has the messages as they are, or one of them spells a control token.
+            The output; None if the template leaves the messages unchanged, or one of them spells a control token.
         """
         if self._template.spelled(self.contents):
             return None

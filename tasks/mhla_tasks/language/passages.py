@@ -105,7 +105,7 @@ class TextPassages(ResumableDataModule):
         unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
             used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
-        column: column of a table that holds the texts; of dialogues, the texts of the messages are joined.
+        column: column of a table that holds the texts, or dialogues, whose messages are joined to one text.
         val_passages: maximum number of held-out passages to use, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the passages; null for the seed of seed_everything.

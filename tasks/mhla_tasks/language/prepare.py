@@ -65,8 +65,8 @@ def write_token_shards(
     * ``KEY.missing.npy``: for each document, the length of its text in bytes minus the number of bytes that its tokens stand
       for. The member is omitted if the difference is always 0.
     * ``KEY.targets.npy``: ranges of the tokens that belong to plain texts or to messages of the assistant, for the option
-    ``assistant_only_loss`` of :class:`mhla_tasks.language.TokenShards`. The member is omitted, with a warning, if the chat
-    template does not show which text the assistant writes.
+      ``assistant_only_loss`` of :class:`mhla_tasks.language.TokenShards`. The member is omitted, with a warning, if the chat
+      template does not show which text the assistant writes.
 
     Args:
         target: path of the folder to write to, created if missing.

@@ -70,8 +70,7 @@ class ShardRuns:
             The tokens, ``[count]`` unsigned integers, and a mask of those that begin a document, ``[count]`` bool.
 
         Raises:
-            BrokenSampleError: if the positions of the document starts, which are stored in the same sample of a shard as the
-                run, cannot be read.
+            BrokenSampleError: if the tokens, or the positions at which documents begin, cannot be read.
         """
         offset, dtype = self._heads[run]
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)

@@ -128,7 +128,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return self._levels(self.backbone(self._tokens(frames)), frames)
 
     def next_frame(self, frames: Tensor, cache: GenerationCache) -> Tensor:
-        """Predict the next frame of clips from the frames in a cache and the frames that follow those.
+        """Predict the next frame of each clip from all earlier frames, which are in a cache or passed as ``frames``.
 
         Args:
             frames: levels of the frames after those in the cache, ``[B, F, C, H, W]``, int64.
