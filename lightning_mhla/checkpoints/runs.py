@@ -15,7 +15,7 @@ import platform
 import re
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -39,9 +39,6 @@ WRITTEN_BY_LIGHTNING = "# lightning"
 
 LOGS = re.compile(r"config\.yaml|hparams\.yaml|metrics\.csv|events\.out\.tfevents\..+")
 """Pattern of the names of files that Lightning and its loggers write before the first step."""
-
-STARTED = time.time() - 1
-"""Approximate start time of this process in seconds since 1970, one second early because file systems round times."""
 
 BEFORE = re.compile(
     r"""
@@ -260,15 +257,20 @@ class LogFiles:
                 if isinstance(logger, CSVLogger) and table.is_file():
                     self._renamed[table] = table.rename(_numbered(table))
 
-    def remove(self) -> None:
-        """Remove the files that the loggers have written, and restore those that were renamed or replaced."""
+    def remove(self, configuration: bool) -> None:
+        """Remove the files that the loggers have written, and restore those that were renamed or replaced.
+
+        A folder that did not exist before the start is removed if it holds nothing else, so that its version can be used again.
+
+        Args:
+            configuration: whether a file ``config.yaml`` counts as such a file of a folder that is removed.
+        """
         for folder, names in self._earlier.items():
             for path in list(folder.iterdir()) if folder.is_dir() else ():
                 if path.name not in (names or ()) and path.name != CONFIG and LOGS.fullmatch(path.name):
                     path.unlink()
             if names is None:
-                with suppress(OSError):  # the folder does not exist, or holds other files
-                    folder.rmdir()
+                _remove_without_files(folder, (CONFIG,) if configuration else ())
         for table, renamed in self._renamed.items():
             with suppress(FileNotFoundError):  # somebody has deleted it, which must not hide the error of the start
                 renamed.rename(table)
@@ -282,16 +284,14 @@ def _numbered(file: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
-def remove_log_folder(folder: Path) -> None:
-    """Remove the log folder of a failed start if all of its files were written by this process's loggers.
-
-    If an earlier start also wrote to the folder, it contains older files, and is not removed.
-    """
-    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()] if folder.is_dir() else []
-    if all(LOGS.fullmatch(path.name) and path.lstat().st_ctime >= STARTED for path in files):
+def _remove_without_files(folder: Path, ignored: Collection[str]) -> None:
+    """Remove a folder if neither it nor a folder below it holds files with other names than ``ignored``, directly in it."""
+    entries = list(folder.rglob("*")) if folder.is_dir() else []
+    files = [path for path in entries if path.is_symlink() or not path.is_dir()]
+    if folder.is_dir() and all(path.parent == folder and path.name in ignored for path in files):
         for path in files:
             path.unlink()
-        for path in sorted((path for path in (*folder.rglob("*"), folder) if path.is_dir()), reverse=True):
+        for path in sorted((*(path for path in entries if path not in files), folder), reverse=True):
             path.rmdir()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.parser import main
 from mhla_tasks.language.prepare import write_token_shards
@@ -24,7 +24,7 @@ from PIL import Image
 
 from lightning_mhla.callbacks.best import complete, relocate
 from lightning_mhla.callbacks.recovery import set_aside, step_of
-from lightning_mhla.checkpoints.runs import LogFiles, remove_log_folder
+from lightning_mhla.checkpoints.runs import LogFiles
 from lightning_mhla.data.write import shard_writer, write_shards
 from lightning_mhla.generative.images import SampleWriter
 from lightning_mhla.swap.saved import remove_stale
@@ -283,17 +283,34 @@ def test_checkpoints_are_not_set_aside_over_a_link(tmp_path: Path) -> None:
 
 
 def test_the_log_folder_of_a_failed_start_goes_only_if_it_is_new(tmp_path: Path) -> None:
-    for name in ("version_0", "version_1", "version_2"):
-        make(tmp_path / name, "config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.1.host.1.0")
-    make(tmp_path / "version_1", "notes.txt")
-    earlier = tmp_path / "version_2/metrics.csv"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lightning_mhla.checkpoints.runs.STARTED", earlier.stat().st_ctime + 10)
-        remove_log_folder(tmp_path / "version_2")
-    for name in ("version_0", "version_1", "version_3"):
-        remove_log_folder(tmp_path / name)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["version_1", "version_2"]
-    assert len(list((tmp_path / "version_1").iterdir())) == 5
+    written = ("config.yaml", "hparams.yaml", "metrics.csv", "events.out.tfevents.1.host.1.0")
+    make(tmp_path / "earlier", *written)
+    for name in ("earlier", "notes", "nested", "new"):
+        logger = TensorBoardLogger(tmp_path, name="", version=name)
+        logs = LogFiles(Trainer(logger=logger, accelerator="cpu", enable_progress_bar=False))
+        make(tmp_path / name, *written, *(["notes.txt"] if name == "notes" else []))
+        (tmp_path / name / "checkpoints").mkdir()
+        if name == "nested":
+            make(tmp_path / name / "checkpoints", "config.yaml")
+        logs.remove(configuration=True)
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    earlier = {f"earlier/{name}" for name in written}
+    assert left == earlier | {
+        "notes/config.yaml",
+        "notes/notes.txt",
+        "nested/config.yaml",
+        "nested/checkpoints/config.yaml",
+    }
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_interrupted_start_leaves_its_configuration(tmp_path: Path) -> None:
+    logs = LogFiles(
+        Trainer(logger=CSVLogger(tmp_path, name="", version=0), accelerator="cpu", enable_progress_bar=False)
+    )
+    make(tmp_path / "version_0", "config.yaml", "metrics.csv")
+    logs.remove(configuration=False)
+    assert [path.name for path in (tmp_path / "version_0").iterdir()] == ["config.yaml"]
 
 
 def test_states_of_another_run_in_the_same_folder_are_set_aside(tmp_path: Path) -> None:

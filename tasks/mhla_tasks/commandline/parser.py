@@ -14,7 +14,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
-from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import Namespace
@@ -25,7 +24,7 @@ from typing_extensions import override
 
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.checkpoints.io import CHECKPOINTS, replace_checkpoint_io
-from lightning_mhla.checkpoints.runs import LogFiles, RunFolder, remove_log_folder
+from lightning_mhla.checkpoints.runs import LogFiles, RunFolder
 from lightning_mhla.system.lightning_private import trains_in_children
 from lightning_mhla.system.rendezvous import listen_on_one_interface
 from mhla_tasks.commandline.agreement import agree
@@ -203,8 +202,9 @@ class SuiteCLI(LightningCLI):
     def run(self) -> None:
         """Execute the command by calling the Trainer's method of the same name.
 
-        If ``fit`` is rejected before its first training batch ends, the log files that it has written are removed again. If
-        ``fit`` without ``--run_dir`` fails before its first step, its log folder is removed.
+        If ``fit`` ends before its first training batch does, the log files that it has written are removed again. After an
+        error, an earlier ``config.yaml`` is restored, and a new log folder removed. An interruption leaves both, so that
+        ``--run_dir`` alone repeats the start.
         """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
@@ -220,10 +220,11 @@ class SuiteCLI(LightningCLI):
         try:
             getattr(self.trainer, self.plan.command)(self.model, **options)
         except BaseException as error:
-            if is_rejected(self.trainer):
-                logs.remove()
-            if isinstance(error, Exception) and self.plan.command == "fit" and self.config.run_dir is None:
-                remove_unused(self.trainer)
+            saving = saved_configuration(self.trainer)
+            if saving is not None and not saving.already_saved and not trains_in_children(self.trainer):
+                logs.remove(configuration=isinstance(error, Exception))
+                if isinstance(error, Exception):
+                    saving.restore()
             raise
 
 
@@ -238,25 +239,10 @@ def _has_progress_bar(trainer: Namespace) -> bool:
     )
 
 
-def is_rejected(trainer: Trainer) -> bool:
-    """Return whether a failed ``fit`` ended before its first training batch, and not in another process."""
-    if trains_in_children(trainer):
-        return False
+def saved_configuration(trainer: Trainer) -> SaveConfig | None:
+    """Return the callback that saves the configuration; None if the command saves none."""
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
-    return any(isinstance(callback, SaveConfig) and not callback.already_saved for callback in callbacks)
-
-
-def remove_unused(trainer: Trainer) -> None:
-    """Remove the log folder ``version_N`` of a training run that ended before its first step, so that N can be used again.
-
-    Only the first process of the run removes the folder.
-    """
-    if not trainer.is_global_zero or trainer.global_step:
-        return
-    # Not trainer.log_dir, which is a collective: a process that fails alone would wait for the others forever.
-    folder = Path(getattr(trainer.logger, "log_dir", None) or "")
-    if re.fullmatch(r"version_\d+", folder.name):
-        remove_log_folder(folder)
+    return next((callback for callback in callbacks if isinstance(callback, SaveConfig)), None)
 
 
 def main(args: Sequence[str] | None = None) -> None:
