@@ -124,18 +124,22 @@ def count_bytes(world: int) -> list[tuple[int, int]]:
 
     dist.all_gather_into_tensor = counted  # type: ignore[assignment]
     rows = []
-    for kind, causal, exchange in product(("dense", "exponential"), (False, True), ("summaries", "tokens")):
+    kinds = product(("dense", "exponential"), (False, True), ("summaries", "tokens", "auto"), (4, 2, 1), (4, 16))
+    for kind, causal, exchange, kv_heads, blocks in kinds:
         if kind == "exponential" and exchange == "tokens":
             continue
-        mixing, learned = make(kind, 8, 2, torch.float32)
-        q, k, v = (torch.rand(1, 64 // world, 2, width, dtype=torch.bfloat16) for width in (16, 16, 8))
-        received = 0
+        mixing, learned = make(kind, blocks, 4, torch.float32)
+        q, k, v = (
+            torch.rand(1, 64 // world, heads, width, dtype=torch.bfloat16)
+            for heads, width in ((4, 16), (kv_heads, 16), (kv_heads, 8))
+        )
+        received, block_size = 0, 64 // blocks
         mhla_sequence_parallel(
-            q, k, v, mixing, group=dist.group.WORLD, tokens=64, block_size=8, causal=causal, exchange=exchange
+            q, k, v, mixing, group=dist.group.WORLD, tokens=64, block_size=block_size, causal=causal, exchange=exchange
         )
         terms = None if kind == "dense" else learned[0].numel()
-        said = traffic(1, 64, 2, 16, 8, 8, world, terms=terms, causal=causal)
-        rows.append((received, said.summaries if exchange == "summaries" else int(said.tokens or 0)))
+        said = traffic(1, 64, 4, 16, 8, blocks, world, key_value_heads=kv_heads, terms=terms, causal=causal)
+        rows.append((received, getattr(said, said.least if exchange == "auto" else exchange)))
     dist.all_gather_into_tensor = gather
     return rows
 

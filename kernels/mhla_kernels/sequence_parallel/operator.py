@@ -126,8 +126,11 @@ def mhla_sequence_parallel(
         )
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
-        terms, token_bytes = mixing.boundary_sums, k.element_size()
-        exchange = traffic(*sizes, terms=terms, causal=bool(causal), normalize=normalize, token_bytes=token_bytes).least
+        sent = k.dtype if k.dtype == v.dtype else problem.accumulate
+        exchange = traffic(
+            *sizes, key_value_heads=k.shape[2], terms=mixing.boundary_sums, causal=bool(causal), normalize=normalize,
+            token_bytes=sent.itemsize,
+        ).least  # fmt: skip
     plan = SequencePlan(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
         all_summaries = None

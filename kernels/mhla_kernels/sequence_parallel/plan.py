@@ -106,6 +106,7 @@ def traffic(
     blocks: int,
     processes: int,
     *,
+    key_value_heads: int | None = None,
     terms: int | None = None,
     causal: bool = False,
     normalize: bool = True,
@@ -118,23 +119,25 @@ def traffic(
     Args:
         batch: batch size B.
         tokens: number of tokens N.
-        heads: number of heads H.
+        heads: number of query heads H. Each has block summaries of its own, also where several share a key head.
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         blocks: number of blocks M.
         processes: number of processes P, among which the sequence is divided equally.
+        key_value_heads: number of heads of keys and values; None for as many as there are heads.
         terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
             dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.
         normalize: whether the outputs are normalized, so that the sums of the keys of each block are exchanged too.
         token_bytes: size in bytes of one number of k and v.
     """
+    sent_heads = heads if key_value_heads is None else key_value_heads
     width = key_width * (value_width + normalize)
     other_processes = processes - 1
     if terms is not None:
         return Traffic(batch * heads * other_processes * terms * (1 if causal else 2) * width * 4, None)
     summaries = batch * heads * other_processes * -(-blocks // processes) * width * 4
-    shares = batch * heads * other_processes * -(-tokens // processes) * (key_width + value_width) * token_bytes
+    shares = batch * sent_heads * other_processes * -(-tokens // processes) * (key_width + value_width) * token_bytes
     return Traffic(summaries, shares)
 
 
