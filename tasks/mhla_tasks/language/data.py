@@ -23,12 +23,13 @@ from lightning_mhla.data import (
 )
 from lightning_mhla.data.loader import samples_each, with_short_errors
 from lightning_mhla.data.module import TRAINED, batches_trained, process_share
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.columns import MissingColumnError
 from mhla_tasks.language.corpus import Remarks, documents_of
 from mhla_tasks.language.dialogues import Document
-from mhla_tasks.language.documents import DocumentEncoder
+from mhla_tasks.language.documents import DocumentEncoder, ReplyEncoder
 from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shuffle import shuffled
@@ -217,8 +218,8 @@ class HubText(TextData):
             context, separate_documents, prompts, batch_size=batch_size, num_workers=num_workers, seed=seed
         )
         self.save_hyperparameters(ignore=["prompts"])
-        check_least(1, steps_per_epoch=steps_per_epoch)
-        check_least(0, shuffle_buffer=shuffle_buffer, val_documents=val_documents)
+        check_range(least=1, steps_per_epoch=steps_per_epoch)
+        check_range(least=0, shuffle_buffer=shuffle_buffer, val_documents=val_documents)
         self.tokenizer_name, self.column, self.control_tokens = tokenizer, column, control_tokens
         self.assistant_only_loss = assistant_only_loss
         self.data_set = {"path": path, "name": name, "split": split, "data_files": data_files}
@@ -247,12 +248,9 @@ class HubText(TextData):
         remarks.report()
         if not documents:
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
-        targets = None
-        if self.assistant_only_loss:
-            (tokens, starts, missing), targets = self._encoder.with_targets(documents)
-        else:
-            tokens, starts, missing = self._encoder(documents)
-        runs = ArrayRuns(tokens, starts, "the first documents of the data set", missing, targets)
+        encoded = self._encoder(documents)
+        source = "the first documents of the data set"
+        runs = ArrayRuns(encoded.tokens, encoded.starts, source, encoded.missing, encoded.targets)
         return TokenWindows(
             runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
         )
@@ -263,10 +261,11 @@ class HubText(TextData):
         rows_per_process = samples_each(self.batch_size, world)
         rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
         table = token_bytes(self.tokenizer)
-        encode = self._encoder.one_with_targets if self.assistant_only_loss else self._encoder.one
 
         def make(positions: Sequence[RowPosition]) -> PackedRows:
-            return PackedRows(self._documents, encode, positions, rows, self.context, table, self.separate_documents)
+            return PackedRows(
+                self._documents, self._encoder.one, positions, rows, self.context, table, self.separate_documents
+            )
 
         # Raise errors of a missing file or column here, not in the worker process.
         next(self._unshuffled(Remarks()), None)
@@ -345,7 +344,8 @@ class HubText(TextData):
 
     @cached_property
     def _encoder(self) -> DocumentEncoder:
-        return DocumentEncoder(self.tokenizer, self.control_tokens)
+        encoder = ReplyEncoder if self.assistant_only_loss else DocumentEncoder
+        return encoder(self.tokenizer, self.control_tokens)
 
 
 class TokenShards(TextData):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
+from typing_extensions import override
 
 from mhla_tasks.language.chat_template import ChatTemplate, placeholder
 from mhla_tasks.language.dialogues import Dialogue, Document
@@ -23,11 +25,13 @@ class EncodedDocuments(NamedTuple):
         starts: index of the first token of each document, ``[documents]`` int64.
         missing: length of each document's text in bytes minus the number of bytes that its tokens stand for, ``[documents]``
             int64; negative if the tokens stand for more.
+        targets: mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
     """
 
     tokens: np.ndarray
     starts: np.ndarray
     missing: np.ndarray
+    targets: np.ndarray | None = None
 
 
 class EncodedDocument(NamedTuple):
@@ -45,7 +49,7 @@ class EncodedDocument(NamedTuple):
 
 
 class DocumentEncoder:
-    """Callable that encodes texts and dialogues as tokens.
+    """Callable that encodes texts and dialogues as tokens, all of which count toward the loss.
 
     A text gets the special tokens that begin and end it. A dialogue gets the tokens of the chat template and no others, as with
     transformers' ``apply_chat_template``. If a message spells a control token, the spelling is encoded as text.
@@ -65,10 +69,8 @@ class DocumentEncoder:
         self.sizes = token_bytes(tokenizer)
         for index, token in control_tokens(tokenizer).items():
             self.sizes[index] = len(token.encode())
-        self._template = ChatTemplate(tokenizer)
-        # Output of the chat template with placeholders by roles, and the ranges of its replies if they were asked for.
-        self._rendered: dict[tuple[str, ...], str] = {}
-        self._ranges: dict[tuple[str, ...], list[tuple[int, int]]] = {}
+        self.template = ChatTemplate(tokenizer)
+        self._rendered: dict[tuple[str, ...], str] = {}  # output of the chat template with placeholders, by roles
 
     def __call__(self, documents: Sequence[Document]) -> EncodedDocuments:
         """Encode documents, one after the other.
@@ -83,63 +85,36 @@ class DocumentEncoder:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
                 template for a dialogue, or the template leaves out a message.
         """
-        return self._encode(documents, with_targets=False)[0]
-
-    def with_targets(self, documents: Sequence[Document]) -> tuple[EncodedDocuments, np.ndarray]:
-        """Encode documents, and mark the tokens that count toward a loss on texts and the assistant's messages only.
-
-        All tokens of a text count. In a dialogue, the tokens of the assistant's messages count, including the control token
-        that ends a message, as with transformers' ``return_assistant_tokens_mask``.
-
-        Args:
-            documents: texts and dialogues.
-
-        Returns:
-            The tokens, and the mask of those that count, ``[n]`` bool.
-
-        Raises:
-            UnknownRepliesError: if the chat template or the tokenizer does not show which tokens the model writes.
-            ValueError: if a document cannot be encoded, as in :meth:`__call__`.
-        """
-        return self._encode(documents, with_targets=True)
+        return self._joined(self._encode_each(documents))
 
     def one(self, document: Document) -> EncodedDocument:
-        """Encode a single document, all of whose tokens count toward the loss."""
-        tokens, _, missing = self([document])
-        return EncodedDocument(tokens, int(missing[0]))
+        """Encode a single document."""
+        return self._encode_each([document])[0]
 
-    def one_with_targets(self, document: Document) -> EncodedDocument:
-        """Encode a single document, and mark the tokens that count toward the loss as :meth:`with_targets` does."""
-        (tokens, _, missing), targets = self.with_targets([document])
-        return EncodedDocument(tokens, int(missing[0]), targets)
+    def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
+        starts = np.cumsum([0, *(len(row.tokens) for row in rows[:-1])], dtype=np.int64)
+        missing = np.array([row.missing for row in rows], dtype=np.int64)
+        return EncodedDocuments(np.concatenate([row.tokens for row in rows]), starts, missing)
 
-    def _encode(self, documents: Sequence[Document], with_targets: bool) -> tuple[EncodedDocuments, np.ndarray]:
+    def _encode_each(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         dialogues = [document for document in documents if isinstance(document, Dialogue)]
         plain = [document for document in documents if isinstance(document, str)]
-        encoded_dialogues = iter(self._dialogues(dialogues, with_targets))
+        encoded_dialogues = iter(self._dialogues(dialogues))
         encoded_texts = zip(plain, encode_texts(self.tokenizer, plain, self.read_control_tokens), strict=True)
-        rows, missing, masks = [], [], []
+        rows = []
         for document in documents:
+            targets = None
             if isinstance(document, Dialogue):
-                text, ids, mask = next(encoded_dialogues)
-                rows.append(np.array(ids, dtype=np.int64))
-                masks.append(mask)
+                text, ids, targets = next(encoded_dialogues)
+                tokens = np.array(ids, dtype=np.int64)
             else:
                 text, ids = next(encoded_texts)
-                rows.append(encode_document(ids, self.tokenizer))
-                masks.append(np.ones(len(rows[-1]), dtype=bool))
-            missing.append(len(text.encode()) - int(self.sizes[ids].sum()))
-        starts = np.cumsum([0, *map(len, rows[:-1])], dtype=np.int64)
-        encoded = EncodedDocuments(np.concatenate(rows), starts, np.array(missing, dtype=np.int64))
-        return encoded, np.concatenate(masks)
+                tokens = encode_document(ids, self.tokenizer)
+            rows.append(EncodedDocument(tokens, len(text.encode()) - int(self.sizes[ids].sum()), targets))
+        return rows
 
-    def _dialogues(self, dialogues: Sequence[Dialogue], with_targets: bool) -> list[tuple[str, list[int], np.ndarray]]:
-        """Return the text of each dialogue, its token indices, and the mask of the tokens that the loss counts.
-
-        Args:
-            dialogues: dialogues to encode.
-            with_targets: whether the loss counts replies only; otherwise it counts all tokens.
-        """
+    def _dialogues(self, dialogues: Sequence[Dialogue]) -> list[tuple[str, list[int], np.ndarray | None]]:
+        """Return the text of each dialogue, its token indices, and the mask of the tokens that count, None for all."""
         if not dialogues:
             return []
         if self.tokenizer.chat_template is None:
@@ -148,81 +123,60 @@ class DocumentEncoder:
                 "chat model, or make one with lightning prepare tokenizer --chat"
             )
         texts: list[str] = []
-        ranges: list[list[tuple[int, int]]] = []
-        rows: dict[int, tuple[list[int], np.ndarray]] = {}
+        rows: dict[int, tuple[list[int], np.ndarray | None]] = {}
+        rendered_texts: dict[int, str] = {}
         for number, dialogue in enumerate(dialogues):
             contents = [content for _, content in dialogue.messages]
-            try:
-                rendered, replies = self._with_placeholders(tuple(role for role, _ in dialogue.messages), with_targets)
-                if self._template.spelled(contents):
-                    texts.append(self._template.fill(rendered, contents))
-                    rows[number] = self._spelled(rendered, contents, replies, with_targets)
+            with _named(dialogue):
+                rendered = self._with_placeholders(tuple(role for role, _ in dialogue.messages))
+                if self.template.spelled(contents):
+                    texts.append(self.template.fill(rendered, contents))
+                    rows[number] = self._encode_spelled(dialogue, rendered)
                 else:
-                    texts.append(self._template.render_messages(dialogue.messages))
-                    if with_targets:
-                        replies = self._template.reply_ranges(dialogue.messages, texts[-1])
-                ranges.append(replies)
-            except UnknownRepliesError as error:
-                raise UnknownRepliesError(f"{dialogue.place}: {error}") from error
-            except ValueError as error:
-                raise ValueError(f"{dialogue.place}: {error}") from error
-        others = [number for number in range(len(texts)) if number not in rows]
-        texts_to_encode, their_ranges = [texts[number] for number in others], [ranges[number] for number in others]
-        encoded = self._rendered_texts(texts_to_encode, their_ranges if with_targets else None)
-        rows |= dict(zip(others, encoded, strict=True))
+                    rendered_texts[number] = self.template.render_messages(dialogue.messages)
+                    texts.append(rendered_texts[number])
+        others = [dialogues[number] for number in rendered_texts]
+        encoded = self._encode_rendered(others, list(rendered_texts.values()))
+        rows |= dict(zip(rendered_texts, encoded, strict=True))
         for number, dialogue in enumerate(dialogues):
             if not rows[number][0]:
                 raise ValueError(f"{dialogue.place}: the chat template gives a text without tokens")
         return [(text, *rows[number]) for number, text in enumerate(texts)]
 
-    def _spelled(
-        self, rendered: str, contents: list[str], replies: list[tuple[int, int]], with_targets: bool
-    ) -> tuple[list[int], np.ndarray]:
+    def _encode_spelled(self, dialogue: Dialogue, rendered: str) -> tuple[list[int], np.ndarray | None]:
         """Encode a dialogue in which a message spells a control token.
 
         Args:
+            dialogue: dialogue to encode.
             rendered: output of the chat template, with placeholders for the messages.
-            contents: texts of all messages.
-            replies: ranges of characters of ``rendered`` that the model writes.
-            with_targets: whether the loss counts replies only; otherwise it counts all tokens.
 
         Returns:
-            Token indices, and the mask of the tokens that the loss counts, ``[n]`` bool.
+            Token indices, and the mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
         """
-        if with_targets:
-            return self._template.encode_with_replies(rendered, contents, replies)
-        ids = self._template.encode(rendered, contents)
-        return ids, np.ones(len(ids), dtype=bool)
+        return self.template.encode(rendered, [content for _, content in dialogue.messages]), None
 
-    def _rendered_texts(
-        self, texts: list[str], ranges: list[list[tuple[int, int]]] | None
-    ) -> list[tuple[list[int], np.ndarray]]:
-        """Return the token indices of each output of the chat template, and the mask of the tokens that the loss counts.
+    def _encode_rendered(
+        self, dialogues: Sequence[Dialogue], texts: list[str]
+    ) -> list[tuple[list[int], np.ndarray | None]]:
+        """Encode dialogues in which no message spells a control token.
 
         Args:
-            texts: outputs of the template.
-            ranges: for each text, the ranges of characters whose tokens the loss counts; None if it counts all tokens.
-        """
-        if ranges is None:
-            rows = encode_texts(self.tokenizer, texts, read_control_tokens=True)
-            return [(ids, np.ones(len(ids), dtype=bool)) for ids in rows]
-        encoded = encode_with_offsets(self.tokenizer, texts)
-        return [
-            (ids, tokens_of_characters(offsets, part)) for (ids, offsets), part in zip(encoded, ranges, strict=True)
-        ]
+            dialogues: dialogues to encode.
+            texts: output of the chat template for each of them.
 
-    def _with_placeholders(self, roles: tuple[str, ...], with_targets: bool) -> tuple[str, list[tuple[int, int]]]:
-        """Return the output of the template with placeholders, after checking that it has all messages.
+        Returns:
+            For each, its token indices, and the mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
+        """
+        return [(ids, None) for ids in encode_texts(self.tokenizer, texts, read_control_tokens=True)]
+
+    def _with_placeholders(self, roles: tuple[str, ...]) -> str:
+        """Return the output of the template with a placeholder for each message, after checking that it has all of them.
 
         Args:
             roles: role of each message.
-            with_targets: whether the ranges of the replies are needed.
-
-        Returns:
-            The output, and the ranges of its characters that the model writes; no ranges if they are not needed.
         """
         if roles not in self._rendered:
-            rendered = self._template.render(roles)
+            rendered = self.template.render(roles)
             for number, role in enumerate(roles):
                 if placeholder(number) not in rendered:
                     raise ValueError(
@@ -230,10 +184,65 @@ class DocumentEncoder:
                         "template, or remove such messages"
                     )
             self._rendered[roles] = rendered
-        if with_targets and roles not in self._ranges:
+        return self._rendered[roles]
+
+
+class ReplyEncoder(DocumentEncoder):
+    """Callable that encodes texts and dialogues, and marks the tokens that count toward a loss on replies.
+
+    All tokens of a text count. In a dialogue, the tokens of the assistant's messages count, including the control token that
+    ends a message, as with transformers' ``return_assistant_tokens_mask``. The constructor takes the arguments of
+    :class:`DocumentEncoder`. Calls raise :class:`UnknownRepliesError` if the chat template or the tokenizer does not show which
+    tokens the model writes.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, read_control_tokens: bool = False) -> None:
+        super().__init__(tokenizer, read_control_tokens)
+        self._ranges: dict[tuple[str, ...], list[tuple[int, int]]] = {}  # ranges of the replies, by roles
+
+    @override
+    def _encode_each(self, documents: Sequence[Document]) -> list[EncodedDocument]:
+        rows = super()._encode_each(documents)
+        return [
+            row if row.targets is not None else row._replace(targets=np.ones(len(row.tokens), dtype=bool))
+            for row in rows
+        ]
+
+    @override
+    def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
+        return super()._joined(rows)._replace(targets=np.concatenate([row.targets for row in rows]))
+
+    @override
+    def _encode_spelled(self, dialogue: Dialogue, rendered: str) -> tuple[list[int], np.ndarray | None]:
+        roles, contents = zip(*dialogue.messages, strict=True)
+        if roles not in self._ranges:
             messages = [(role, placeholder(number)) for number, role in enumerate(roles)]
-            self._ranges[roles] = self._template.reply_ranges(messages, self._rendered[roles])
-        return self._rendered[roles], self._ranges.get(roles, [])
+            self._ranges[roles] = self.template.reply_ranges(messages, rendered)
+        return self.template.encode_with_replies(rendered, list(contents), self._ranges[roles])
+
+    @override
+    def _encode_rendered(
+        self, dialogues: Sequence[Dialogue], texts: list[str]
+    ) -> list[tuple[list[int], np.ndarray | None]]:
+        ranges = []
+        for dialogue, text in zip(dialogues, texts, strict=True):
+            with _named(dialogue):
+                ranges.append(self.template.reply_ranges(dialogue.messages, text))
+        encoded = encode_with_offsets(self.tokenizer, texts)
+        return [
+            (ids, tokens_of_characters(offsets, part)) for (ids, offsets), part in zip(encoded, ranges, strict=True)
+        ]
+
+
+@contextmanager
+def _named(dialogue: Dialogue) -> Iterator[None]:
+    """Context manager that begins the message of a ValueError with the place of a dialogue, such as its file and line."""
+    try:
+        yield
+    except UnknownRepliesError as error:
+        raise UnknownRepliesError(f"{dialogue.place}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{dialogue.place}: {error}") from error
 
 
 def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.ndarray:

@@ -17,7 +17,7 @@ from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
 from lightning_mhla.system.files import rebuilt_folder
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
 from mhla_tasks.language.dialogues import Dialogue, Document, text_of
-from mhla_tasks.language.documents import DocumentEncoder, EncodedDocuments
+from mhla_tasks.language.documents import DocumentEncoder, EncodedDocuments, ReplyEncoder
 from mhla_tasks.language.targets import UnknownRepliesError, mask_ranges
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TARGETS, TOKENS
@@ -97,7 +97,7 @@ def write_token_shards(
         _keep_tokenizer(target, tokenizer)
         documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)
         runs = text_runs(documents, run_characters)
-        encoder = RunEncoder(DocumentEncoder(tokenizer, control_tokens), dtype, target)
+        encoder = RunEncoder(tokenizer, control_tokens, dtype, target)
 
         def shards() -> Iterator[tuple[Path, int, Iterator[dict[str, Any]]]]:
             for number in itertools.count():
@@ -164,15 +164,18 @@ class RunEncoder:
     """Encoder that turns groups of documents into the samples of token shards.
 
     Args:
-        encoder: encoder of documents.
+        tokenizer: tokenizer of the documents, as for :class:`mhla_tasks.language.documents.DocumentEncoder`.
+        control_tokens: whether the spelling of a control token in a text becomes that token.
         dtype: NumPy dtype of the stored tokens.
         target: folder of the shards. A file in it notes whether they hold dialogues.
     """
 
-    def __init__(self, encoder: DocumentEncoder, dtype: Any, target: Path) -> None:
-        self.encoder, self.dtype, self.target = encoder, dtype, target
-        self.writes_missing = not counts_exactly(encoder.tokenizer)
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, control_tokens: bool, dtype: Any, target: Path) -> None:
+        self.dtype, self.target = dtype, target
+        self.writes_missing = not counts_exactly(tokenizer)
         self.has_warned = False
+        self._encoder = DocumentEncoder(tokenizer, control_tokens)
+        self._reply_encoder = ReplyEncoder(tokenizer, control_tokens)
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
         """Encode documents as a sample, and return the contents of the sample's files in the shard, by their suffix.
@@ -180,7 +183,7 @@ class RunEncoder:
         If there is a dialogue among the documents, a file in the folder of the shards notes this. If the chat template does
         not show which text the assistant writes, the first call logs a warning.
         """
-        (tokens, starts, missing), targets = self._encode(documents)
+        tokens, starts, missing, targets = self._encode(documents)
         if any(isinstance(document, Dialogue) for document in documents):
             note = "The shards hold dialogues, made with the chat template in tokenizer/.\n"
             (self.target / DIALOGUES).write_text(note)
@@ -191,15 +194,12 @@ class RunEncoder:
             members[TARGETS] = array_bytes(mask_ranges(targets))
         return members
 
-    def _encode(self, documents: list[Document]) -> tuple[EncodedDocuments, np.ndarray | None]:
-        """Encode documents, and mark the tokens that belong to plain texts or to messages of the assistant, ``[n]`` bool.
-
-        The mask is None if the chat template does not show which text the assistant writes.
-        """
+    def _encode(self, documents: list[Document]) -> EncodedDocuments:
+        """Encode documents, without ``targets`` if the chat template does not show which text the assistant writes."""
         try:
-            return self.encoder.with_targets(documents)
+            return self._reply_encoder(documents)
         except UnknownRepliesError as error:
             if not self.has_warned:
                 log.warning("the shards do not support assistant_only_loss: %s", error)
             self.has_warned = True
-            return self.encoder(documents), None
+            return self._encoder(documents)

@@ -99,8 +99,8 @@ def _prepare(texts: dict[Path, str], vocab_size: int, folder: Path) -> None:
     tokenizer = train_tokenizer(stages["train"], vocab_size)
     arrays: dict[str, Any] = {}
     for stage, documents in stages.items():
-        tokens, arrays[f"{stage}_starts"], _ = DocumentEncoder(tokenizer)(documents)
-        arrays[f"{stage}_tokens"] = tokens.astype(np.uint16)
+        encoded = DocumentEncoder(tokenizer)(documents)
+        arrays |= {f"{stage}_starts": encoded.starts, f"{stage}_tokens": encoded.tokens.astype(np.uint16)}
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = beside(folder)  # renamed when complete: several processes may prepare the same folder
     try:

@@ -16,7 +16,7 @@ from lightning import Trainer
 from mhla_tasks.language import HubText, TokenShards
 from mhla_tasks.language.chat_template import CHATML, ChatTemplate
 from mhla_tasks.language.dialogues import Dialogue
-from mhla_tasks.language.documents import DocumentEncoder
+from mhla_tasks.language.documents import DocumentEncoder, ReplyEncoder
 from mhla_tasks.language.networks import network_loss
 from mhla_tasks.language.prepare import RunEncoder, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
@@ -89,7 +89,7 @@ def rows(turns: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def replies(tokenizer: Any, turns: list[tuple[str, str]]) -> list[str]:
-    (tokens, _, _), mask = DocumentEncoder(tokenizer).with_targets([Dialogue(tuple(turns))])
+    tokens, _, _, mask = ReplyEncoder(tokenizer)([Dialogue(tuple(turns))])
     assert tokens.tolist() == DocumentEncoder(tokenizer)([Dialogue(tuple(turns))]).tokens.tolist()
     return [tokenizer.decode(tokens[first:stop]) for first, stop in mask_ranges(mask)]
 
@@ -113,7 +113,7 @@ def test_replies_are_those_that_transformers_marks(kind: str, template: str) -> 
         wanted = tokenizer.apply_chat_template(
             rows(turns), chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
         )
-        (tokens, _, _), mask = DocumentEncoder(tokenizer).with_targets([Dialogue(tuple(turns))])
+        tokens, _, _, mask = ReplyEncoder(tokenizer)([Dialogue(tuple(turns))])
         assert tokens.tolist() == wanted["input_ids"]
         assert mask.astype(int).tolist() == wanted["assistant_masks"]
 
@@ -230,7 +230,7 @@ def test_a_tokenizer_in_python_is_an_error() -> None:
     tokenizer = made("byt5")
     tokenizer.chat_template = PLAIN
     with pytest.raises(ValueError, match="is written in Python and does not report which characters"):
-        DocumentEncoder(tokenizer).with_targets([Dialogue(tuple(TURNS[0]))])
+        ReplyEncoder(tokenizer)([Dialogue(tuple(TURNS[0]))])
 
 
 @pytest.mark.parametrize("context", [5, 7, 16, 33])
@@ -239,9 +239,9 @@ def test_each_reply_token_is_a_target_once_from_any_place(context: int, separate
     """In memory, in shards of several runs, and in a stream that resumes: replies cross the borders of samples."""
     tokenizer = chat_tokenizer()
     table = token_bytes(tokenizer)
-    encoder = DocumentEncoder(tokenizer)
+    encoder = ReplyEncoder(tokenizer)
     documents = ["A text.", *(Dialogue(tuple(turns)) for turns in TURNS)]
-    (tokens, starts, missing), mask = encoder.with_targets(documents)
+    tokens, starts, missing, mask = encoder(documents)
     windows = TokenWindows(ArrayRuns(tokens, starts, "text", missing, mask), context, table, separate, True)
     samples = [windows[index] for index in range(len(windows))]
     wanted = mask[1 : len(samples) * context + 1]
@@ -264,7 +264,7 @@ def test_each_reply_token_is_a_target_once_from_any_place(context: int, separate
             while True:
                 yield from documents
 
-        return iter(PackedRows(endless, encoder.one_with_targets, [position], range(1), context, table, separate))
+        return iter(PackedRows(endless, encoder.one, [position], range(1), context, table, separate))
 
     batches = list(islice(stream(RowPosition(0, 0)), len(samples)))
     for sample, batch in zip(samples, batches, strict=True):
@@ -282,14 +282,12 @@ def test_bytes_are_those_of_the_replies(kind: str, error: float) -> None:
     """A tokenizer that changes a text has an estimate: the difference is spread over the dialogue, the same everywhere."""
     tokenizer, context = made(kind), 6
     tokenizer.chat_template = PLAIN.replace(": ", ":\n")  # no token crosses the border of a reply
-    encoder, table = DocumentEncoder(tokenizer), token_bytes(tokenizer)
+    encoder, table = ReplyEncoder(tokenizer), token_bytes(tokenizer)
     documents = [Dialogue(tuple(turns)) for turns in TURNS[:2] * 4]
-    (tokens, starts, missing), mask = encoder.with_targets(documents)
+    tokens, starts, missing, mask = encoder(documents)
     assert missing.any() == (error > 0)
     windows = TokenWindows(ArrayRuns(tokens, starts, "text", missing, mask), context, table, False, True)
-    packed = PackedRows(
-        lambda: iter(documents), encoder.one_with_targets, [RowPosition(0, 0)], range(1), context, table, False
-    )
+    packed = PackedRows(lambda: iter(documents), encoder.one, [RowPosition(0, 0)], range(1), context, table, False)
     sizes = [windows[index]["bytes"] for index in range(len(windows))]
     assert [int(batch["bytes"][0]) for batch in packed] == sizes
     template = ChatTemplate(tokenizer)

@@ -70,7 +70,7 @@ def test_a_dialogue_has_the_tokens_of_the_chat(turns: list[tuple[str, str]], tem
     for (_, question), (_, answer) in zip(spoken[::2], spoken[1::2], strict=True):
         chat.ask(question)
         chat.reply(tokenizer(answer, add_special_tokens=False, split_special_tokens=True)["input_ids"])
-    tokens, starts, _ = DocumentEncoder(tokenizer)([Dialogue(tuple(turns))])
+    tokens, starts, *_ = DocumentEncoder(tokenizer)([Dialogue(tuple(turns))])
     assert starts.tolist() == [0]
     count = len(chat.ids)
     assert tokens[:count].tolist() == chat.ids
@@ -93,7 +93,7 @@ def test_a_dialogue_has_the_tokens_of_transformers(kind: str, template: str) -> 
 def test_the_bytes_of_dialogues_are_those_of_their_text(template: str) -> None:
     tokenizer = chat_tokenizer(template)
     documents = ["A text before.", *(Dialogue(tuple(turns)) for turns in TURNS[:3]), "A text after."]
-    tokens, starts, missing = DocumentEncoder(tokenizer)(documents)
+    tokens, starts, missing, _ = DocumentEncoder(tokenizer)(documents)
     runs = ArrayRuns(tokens, starts, "text", missing)
     windows = TokenWindows(runs, len(tokens) - 1, token_bytes(tokenizer), separate_documents=True)
     texts = [tokenizer.apply_chat_template(messages(turns), tokenize=False) for turns in TURNS[:3]]
@@ -267,7 +267,7 @@ def test_a_table_of_both(tmp_path: Path) -> None:
     )
     documents = list(read_documents([str(tmp_path / "both.jsonl")], "text"))
     tokenizer = chat_tokenizer()
-    tokens, starts, _ = DocumentEncoder(tokenizer)(documents)
+    tokens, starts, *_ = DocumentEncoder(tokenizer)(documents)
     first, second = DocumentEncoder(tokenizer)(documents[:1]).tokens, DocumentEncoder(tokenizer)(documents[1:]).tokens
     assert tokens.tolist() == [*first.tolist(), *second.tolist()]
     assert starts.tolist() == [0, len(first)]

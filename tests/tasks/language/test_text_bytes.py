@@ -79,7 +79,7 @@ def test_characters_split_over_tokens() -> None:
 def test_windows_have_the_bytes_of_their_text(kind: str, context: int) -> None:
     tokenizer = made(kind)
     texts = (TEXTS * 3)[:40]
-    tokens, starts, missing = DocumentEncoder(tokenizer)(texts)
+    tokens, starts, missing, _ = DocumentEncoder(tokenizer)(texts)
     runs = ArrayRuns(tokens, starts, "text", missing)
     windows = TokenWindows(runs, context, token_bytes(tokenizer), separate_documents=False)
     found = sum(windows[index]["bytes"] for index in range(len(windows)))
@@ -104,7 +104,7 @@ def test_streamed_rows_have_the_bytes_of_their_text(kind: str) -> None:
     batches = read([RowPosition(row, 0) for row in range(rows)], 30)
     for row in range(rows):
         texts = (TEXTS * 20)[row::rows]
-        tokens, starts, missing = encoder(texts)
+        tokens, starts, missing, _ = encoder(texts)
         runs = ArrayRuns(tokens, starts, "text", missing)
         windows = TokenWindows(runs, context, table, separate_documents=False)
         assert [int(batch["bytes"][row]) for batch in batches] == [windows[index]["bytes"] for index in range(30)]

@@ -188,7 +188,7 @@ def test_control_tokens_in_a_text_stay_text(kind: str) -> None:
     text = "The river" + "".join(f" {token} town{token}" for token in control.values())
     (row,) = encode_texts(tokenizer, [text])
     assert control.keys().isdisjoint(row)
-    tokens, starts, _ = DocumentEncoder(tokenizer)([text, "town"])
+    tokens, starts, *_ = DocumentEncoder(tokenizer)([text, "town"])
     assert control.keys().isdisjoint(tokens[1 : starts[1] - 1].tolist())
     assert control.keys().isdisjoint(encode_prompts(tokenizer, [text])[0][len(begin_tokens(tokenizer)) :])
     lossy = ("wordpiece", "words", "unigram")
