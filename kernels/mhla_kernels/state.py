@@ -255,8 +255,8 @@ class BlockState:
         Args:
             mixing: mixing coefficients between blocks.
             moves: flag for each row, True if the row gets a token.
-            writes: whether existing memory may be written to (see :meth:`may_write`).
-            donated: whether the tensors that this state owns may be written to as well.
+            writes: whether tensors may be written to in place at all (see :meth:`may_write`).
+            donated: whether the caller gives up this state, so that its own tensors may be written to as well.
 
         Returns:
             The new state, or this state if no row starts a block.

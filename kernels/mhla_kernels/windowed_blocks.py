@@ -52,11 +52,11 @@ class InBlocks(NamedTuple):
         return cls(q, k, v, f, g, far, visible)
 
     def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
-        """Return the tensors with sinks hidden and their features zero, because every query reads sinks separately.
+        """Return the tensors with sinks masked and their features zero, because every query reads sinks separately.
 
         Args:
             is_first: ``[M]`` bool, True for blocks that begin a sequence.
-            sinks: number of sinks.
+            sinks: number of sinks, the first tokens of each sequence.
         """
         if not sinks:
             return self

@@ -79,13 +79,15 @@ def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
 
 
 def weigh_pairs(tokens: Sequence[Tensor], mixing: Tensor, near: Tensor) -> FarTokens:
-    """Compute the sums over the far tokens of each query from the scores of all token pairs, ``[B, H, N, V + 1]``.
+    """Compute the sums over the far tokens of each query, those outside its softmax window, from the scores of all pairs.
+
+    The sums are ``[B, H, N, V + 1]``: the weighted sums of the values and, in the last column, the sum of the weights.
 
     Args:
         tokens: queries, keys, values, features of queries and of keys, and the logarithm of the factor on far tokens,
             ``[B, N, H, ...]`` each. The features of masked keys are zero.
         mixing: mixing coefficients of the blocks of both tokens, ``[N, N]`` or ``[H, N, N]``.
-        near: mask of near pairs, ``[N, N]`` bool.
+        near: ``[N, N]`` bool, True where a key (column) is in the window of a query (row), so that the sums leave it out.
     """
     _, _, v, f, g, far = (x.transpose(1, 2) for x in tokens)
     f, log_factor = scale_features(f, far)

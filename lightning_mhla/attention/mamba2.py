@@ -45,7 +45,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
     width of a value is the head width P. B and C have only ``groups`` heads, each of which serves several heads of x.
 
     First, a causal depthwise convolution over 4 tokens (option ``conv``) and SiLU are applied to C, B and x. Then
-    ``state = exp(dt A) state + dt B x^T`` and ``y = C state + D x`` are computed. The step ``dt = softplus(W u + bias)``
+    ``state = exp(dt A) state + dt B x^T`` and ``y = state^T C + D x`` are computed. The step ``dt = softplus(W u + bias)``
     depends on the token u. ``A = -exp(rate)`` and D are learned for each head. The output is ``y SiLU(z)``, normalized by one
     RMSNorm over all heads, where z is a projection of the token. There is no positional encoding.
 

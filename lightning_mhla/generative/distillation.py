@@ -14,6 +14,7 @@ from typing_extensions import override
 from lightning_mhla.swap.diffusers_grid import patch_convolution
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.swap.transfer import matching_loss
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.linearize import LinearizedHost, check_layer_steps
 
 
@@ -39,8 +40,8 @@ class DistillationConfig:
     def __post_init__(self) -> None:
         if self.teacher is None and self.layer_steps:
             raise ValueError(f"distillation.layer_steps={self.layer_steps} needs distillation.teacher")
-        if min(self.layer_steps, self.velocity_weight, self.flow_weight) < 0:
-            raise ValueError("distillation.layer_steps, velocity_weight and flow_weight must not be negative")
+        for name in ("layer_steps", "velocity_weight", "flow_weight"):
+            check_range(least=0, group="distillation.", **{name: getattr(self, name)})
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the flow-matching loss and the distance from the teacher's velocity.
@@ -86,7 +87,7 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples in float32.
+        """Predict the velocity of noisy samples, and return it in float32.
 
         Args:
             network: transformer from the diffusers library.

@@ -190,7 +190,7 @@ class ExponentialMixer:
             summary: summaries of the M blocks with W numbers each, ``[B * H, M, W]`` float32.
 
         Returns:
-            Gradients of amplitudes and decays for each batch row and head, ``[B * H, R]`` each.
+            Two tensors ``[B * H, R]``, the gradients of the R amplitudes and of the R decays for each batch row and head.
         """
         amplitude, decay = call.coefficients
         (_, blocks, width), terms = summary.shape, amplitude.shape[-1]
