@@ -13,6 +13,7 @@ import torch
 from lightning import Callback
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 from typing_extensions import override
 
@@ -81,6 +82,7 @@ class CausalLanguageModel(TrainingModule):
         self.tokenizer: Any = None
         self._tokenizer_files: PackedFiles = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
+        self._weights: list[Tensor] = []  # of the batches whose gradients are accumulated
 
     def sampling_settings(self) -> dict[str, Any]:
         """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
@@ -198,28 +200,58 @@ class CausalLanguageModel(TrainingModule):
         """Compute next-token logits, ``[B, N, vocab_size]``, for token indices, ``[B, N]`` int64."""
         return self.network(input_ids).logits
 
+    def on_train_epoch_start(self) -> None:
+        """Forget the weights of batches whose gradients an interrupted epoch has accumulated."""
+        self._weights = []
+
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the mean cross-entropy of predicting the next token, in nats.
 
         Returns:
             Scalar loss for the backward pass. If processes may have different numbers of targets (under sequence parallelism
-            or with ``target_mask``), it is weighted by this process's share of them.
+            or with ``target_mask``), it is weighted by this process's share of them. If gradients of batches with different
+            numbers of targets are accumulated, it is also weighted by the number of targets of the batch.
         """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
         if "target_mask" in batch:
-            loss = self._balanced(loss, self._targets(batch, share))
+            loss, count = self._balanced(loss, self._targets(batch, share))
             mean = loss.detach().clone()
             if self.trainer.world_size > 1:
                 torch.distributed.all_reduce(mean)
             self.log_loss(mean / self.trainer.world_size, len(batch["tokens"]))
-            return loss
+            return self._weighted_in_step(loss, count / self.context)  # near 1, which suits float16
         if share is not None:
             loss = loss * share.weight  # gradients are averaged over processes, whose numbers of tokens may differ
         self.log_loss(loss if share is None else share.mean(loss), len(batch["tokens"]))
         return loss
 
-    def _balanced(self, loss: Tensor, targets: Tensor) -> Tensor:
+    def _weighted_in_step(self, loss: Tensor, weight: Tensor) -> Tensor:
+        """Return the loss multiplied by a weight if gradients are accumulated; :meth:`on_before_optimizer_step` normalizes.
+
+        Args:
+            loss: loss of one of the batches whose gradients are accumulated, a scalar.
+            weight: weight of the batch, a scalar.
+        """
+        if self.trainer.accumulate_grad_batches == 1:
+            return loss
+        self._weights.append(weight)
+        return loss * weight
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Divide accumulated gradients by the mean weight of their batches, so that each target of a step counts alike.
+
+        Without this, a batch with few targets would count as much as one with many. Lightning has already divided the
+        gradients by ``accumulate_grad_batches``.
+        """
+        weights, self._weights = self._weights, []
+        if weights and (total := torch.stack(weights).sum()):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(self.trainer.accumulate_grad_batches / total)
+
+    def _balanced(self, loss: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Weight the loss by the number of targets of this process, which differs from process to process.
 
         Args:
@@ -227,14 +259,15 @@ class CausalLanguageModel(TrainingModule):
             targets: targets of this process, ``[B, N]`` int64; -100 is ignored.
 
         Returns:
-            The weighted loss. Its average over the processes is the mean over the targets of all processes.
+            The weighted loss, whose average over the processes is the mean over the targets of all processes; and the number of
+            these targets, a float32 scalar.
         """
-        if self.trainer.world_size > 1:
-            local = (targets != IGNORED).sum().float()
-            total = local.clone()
-            torch.distributed.all_reduce(total)
-            loss = loss * local * self.trainer.world_size / total.clamp(min=1)
-        return loss
+        local = (targets != IGNORED).sum().float()
+        if self.trainer.world_size == 1:
+            return loss, local
+        total = local.clone()
+        torch.distributed.all_reduce(total)
+        return loss * local * self.trainer.world_size / total.clamp(min=1), total
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add the losses of a batch to the validation metrics and, if the batch has labels, count the correct predictions."""

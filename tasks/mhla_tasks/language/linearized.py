@@ -31,6 +31,7 @@ from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import logits_cross_entropy
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions, sampling_options
+from mhla_tasks.language.vocabularies import check_vocabulary
 
 WINDOW = AttentionConfig(
     kind="mhla_window",
@@ -143,6 +144,7 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def start_from(self, pretrained: str) -> None:
+        check_vocabulary(self.tokenizer, pretrained)
         load_source(self.network, pretrained, AutoModelForCausalLM)
 
     def on_fit_start(self) -> None:
@@ -172,7 +174,7 @@ class LinearizedModel(CausalLanguageModel):
         scores = _scores(self.network, inputs)
         plain = logits_cross_entropy(scores.flatten(0, 1), targets.flatten())
         if "target_mask" in batch:
-            plain = self._balanced(plain, targets)
+            plain, _ = self._balanced(plain, targets)
         return self.linearization.distilled_loss(self, plain, scores, inputs)
 
 

@@ -27,6 +27,7 @@ from mhla_tasks.language.tokenizer import save_tokenizer, token_bytes, train_tok
 from processes import fork_server, run_cli
 from small import small_model
 from tokenizer_kinds import made
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[3]
@@ -379,6 +380,32 @@ def test_a_trial_needs_no_reply(tmp_path: Path) -> None:
     trainer = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, fast_dev_run=True)
     trainer.fit(small_model(vocab_size=400, context=32), data)
     assert "val/loss" not in trainer.callback_metrics, "the only batch of a trial has no reply"
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (1, 2, 1, 3), (2, 1, 1, 1, 1)], ids=str)
+def test_accumulated_batches_train_as_one_does(sizes: tuple[int, ...], clip: float | None) -> None:
+    """Their numbers of reply tokens differ, one has none, and the last step of an epoch may have a single batch."""
+    source = torch.Generator().manual_seed(0)
+    tokens = torch.randint(340, (sum(sizes), 17), generator=source)
+    mask = torch.rand(sum(sizes), 16, generator=source) < torch.linspace(0, 1, sum(sizes))[:, None]
+    parts = list(zip(tokens.split(sizes), mask.split(sizes), strict=True))
+    pairs = [
+        [torch.cat(both) for both in zip(*parts[first : first + 2], strict=True)] for first in range(0, len(parts), 2)
+    ]
+    results = []
+    for batches, count in ((parts, 2), (pairs, 1)):
+        torch.manual_seed(1)
+        model = small_model(vocab_size=340, context=16)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False, max_epochs=3,
+            accumulate_grad_batches=count, gradient_clip_val=clip,
+        )  # fmt: skip
+        samples = [{"tokens": rows, "target_mask": counted} for rows, counted in batches]
+        trainer.fit(model, DataLoader(samples, batch_size=None))
+        assert trainer.global_step == 3 * len(pairs)
+        results.append(torch.cat([parameter.detach().flatten() for parameter in model.parameters()]))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=3e-5)
 
 
 def test_two_processes_train_as_one_does(tmp_path: Path) -> None:
