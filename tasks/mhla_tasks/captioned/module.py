@@ -1,8 +1,6 @@
-"""Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples.
+"""Base class of Lightning modules that train diffusers transformers with replaced attention on captioned samples."""
 
-This module is longer than others because it contains training, validation and sampling for two kinds of models,
-text-to-image and text-to-video.
-"""
+# Longer than other modules because it holds training, validation and sampling of two kinds of models: text-to-image and video.
 
 from __future__ import annotations
 
@@ -44,8 +42,9 @@ class CaptionedDiffusion(GenerativeModule):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: pattern of attention kinds that repeats over all layers. "keep" leaves the attention of a layer unchanged,
-            and "replace" uses attention.kind. null replaces the attention of all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. "keep"
+            leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the attention of all
+            layers.
         cross_attention: options of the attention that replaces the transformer's cross-attention to the caption in all layers,
             such as {block_grid: [4, 4], key_block_size: 8}; null keeps the original. Its kind is mhla, linear or softmax.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.

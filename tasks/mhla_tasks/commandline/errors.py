@@ -140,6 +140,9 @@ def report_usage_error(text: str, program: str) -> NoReturn:
     Args:
         text: the error message.
         program: name of the command or tool, such as ``lightning fit``.
+
+    Raises:
+        CommandFailed: always.
     """
     message = printable(text)
     sys.stderr.write(f"error: {message}\nhelp: {program} --help\n")

@@ -30,8 +30,8 @@ def to_yaml(configuration: dict[str, Any]) -> str:
     """Return a configuration as YAML that can be read again.
 
     An Enum becomes its value, and a subclass of a basic type, such as ``numpy.float64``, the basic type. The name of a function
-    stays the text that the user gave. An object without a text is left out, because only a default can be one: a run with the
-    written configuration has the same default.
+    stays the text that the user gave. An object without a text is left out. Only a default can be such an object, and a run
+    with the written configuration has the same default.
 
     Args:
         configuration: serialized options by name, with nested dicts and lists.

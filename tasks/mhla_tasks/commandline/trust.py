@@ -3,8 +3,7 @@
 jsonargparse imports and calls any class or function that a value names. This module therefore restricts it to a list of
 permitted import paths. The list contains a class only if an option names it and the parameter of this option accepts its
 instances. Functions, private names, and classes for parameters of any type (``dict[str, Any]``, ``Callable``) are rejected.
-Classes in packages that ``--allow`` names on the command line are permitted without these checks. This file is longer than
-others because it contains all rules for these import paths.
+Classes in packages that ``--allow`` names on the command line are permitted without these checks.
 """
 
 # Longer than other modules because the rules for permitted classes must be readable together.

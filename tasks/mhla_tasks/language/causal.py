@@ -1,8 +1,6 @@
-"""Training, validation and prompt continuation for causal language models of this package and of the transformers library.
+"""Training, validation and prompt continuation for causal language models of this package and of the transformers library."""
 
-The module is longer than others because it holds one LightningModule, which handles both plain text and sequences with labeled
-answers.
-"""
+# Longer than other modules because it holds one LightningModule, for plain text and for sequences with labeled answers.
 
 from __future__ import annotations
 

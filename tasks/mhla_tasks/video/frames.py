@@ -35,7 +35,8 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         attention: options of the attention. ``block_size`` is the number of patches of a frame, and may be left out.
         channels: number of channels of the frames.
         frames: number of frames of a training clip. Dense mixing coefficients do not support longer clips.
-        layer_kinds: pattern of attention kinds that repeats over all layers; None to use ``attention.kind`` in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide; None to
+            use ``attention.kind`` in all layers.
         levels: number of levels of a pixel.
         patch_size: side of the square patches, in pixels, an even number.
         dim: width of the tokens.
