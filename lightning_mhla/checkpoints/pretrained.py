@@ -175,7 +175,19 @@ def adopt(
             report.initialized.append(name)
         else:
             wrong.append(f"{name} {list(tensor.shape)} for {list(state[name].shape)}")
-    missing = [name for name in state if name not in source.weights]
+    shared = _shared_names(network)
+    for names in {group for name, group in shared.items() if name in fitted}:
+        first, *others = (name for name in names if name in fitted)
+        if different := next((name for name in others if not torch.equal(fitted[first], fitted[name])), None):
+            raise ValueError(
+                f"pretrained {path} has different weights {first} and {different}, which this model shares; build it with "
+                "separate ones (--model.shape.tie_embeddings=false for a language model)"
+            )
+    through_shared = [
+        name for name in state if name not in source.weights and fitted.keys() & set(shared.get(name, ()))
+    ]
+    report.taken += through_shared
+    missing = [name for name in state if name not in source.weights and name not in through_shared]
     lacking = [name for name in missing if not _is_added(name) and not name.startswith(tuple(heads))]
     report.initialized += [name for name in missing if name not in lacking]
     if wrong or lacking:
@@ -187,6 +199,14 @@ def adopt(
     network.load_state_dict(fitted, strict=False)
     log.info("started from %s: %s", path, report)
     return report
+
+
+def _shared_names(network: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Map the name of each parameter that has several names, such as tied embeddings, to all its names."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in network.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {name: tuple(group) for group in names.values() if len(group) > 1 for name in group}
 
 
 def _is_added(name: str) -> bool:

@@ -39,6 +39,7 @@ from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, TARGETS, ShardRuns
 from mhla_tasks.language.tokenizer import load_tokenizer, token_bytes
+from mhla_tasks.language.vocabularies import vocabulary_conflict
 
 
 class TextData(ResumableDataModule):
@@ -405,8 +406,22 @@ class TokenShards(TextData):
             )
         return folder
 
+    def _check_tokenizers(self, stage: str) -> None:
+        """Raise ValueError if a folder of shards has a tokenizer whose tokens differ from those of :attr:`tokenizer`."""
+        name = self.tokenizer_name or self._beside()
+        for folder in dict.fromkeys(shard.parent for shard in self.shards.find(stage)):
+            beside = folder / "tokenizer"
+            if str(beside) == str(name) or not beside.is_dir():
+                continue
+            if conflict := vocabulary_conflict(load_tokenizer(beside), self.tokenizer):
+                raise ValueError(
+                    f"the shards in {folder} were made with a different tokenizer than {name}: {conflict}; prepare them again "
+                    f"with lightning prepare text --tokenizer {name}, or give shards of one tokenizer"
+                )
+
     @override
     def windows(self, stage: str) -> TokenWindows:
+        self._check_tokenizers(stage)
         runs = ShardRuns(self.shards.reader(stage))
         uncounted = [run for run in range(len(runs.lengths)) if not runs.has_missing(run)]
         if stage == "validate" and uncounted and not counts_exactly(self.tokenizer):

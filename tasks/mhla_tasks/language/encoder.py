@@ -16,6 +16,7 @@ from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.tokenizer import PackedFiles, pack_tokenizer, unpack_tokenizer
+from mhla_tasks.language.vocabularies import check_vocabulary
 
 BIDIRECTIONAL = AttentionConfig(
     kind="mhla_window",
@@ -110,6 +111,11 @@ class LinearizedTextEncoder(LinearizedEncoder):
                 f"most {math.ceil(length / size)} blocks (data.length={length}); longer texts will use untrained coefficients. "
                 "Prefer attention.mixing=exponential, which takes any length, or train on longer texts"
             )
+
+    @override
+    def start_from(self, pretrained: str) -> None:
+        check_vocabulary(self.tokenizer, pretrained)
+        super().start_from(pretrained)
 
     @override
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from mhla_tasks.language.linearized import LinearizedModel
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.module import LanguageModel
 from mhla_tasks.language.tokenizer import load_tokenizer, save_tokenizer
+from mhla_tasks.language.vocabularies import pretrained_tokenizer, vocabulary_conflict
 
 OPTIONS = ("tokenizer", "context")
 """Names of the options of :func:`write`."""
@@ -75,7 +76,7 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
 
     Raises:
         FileNotFoundError: if there is no such model, or it has no tokenizer.
-        ValueError: if the model is not a causal language model.
+        ValueError: if the model is not a causal language model, or was trained with a different tokenizer.
     """
     model_tokenizer: Any = None
     if Path(path).is_dir() and (Path(path) / "config.json").exists():
@@ -89,9 +90,30 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
             model = AutoModelForCausalLM.from_pretrained(str(path), trust_remote_code=False)
         except OSError as error:
             raise FileNotFoundError(f"{path} is not a checkpoint, an exported folder or a model on the hub") from error
-    if tokenizer is not None or model_tokenizer is None:
-        model_tokenizer = load_tokenizer(tokenizer or path)
+    if tokenizer is not None:
+        model_tokenizer = _load_replacement(tokenizer, model_tokenizer or pretrained_tokenizer(str(path)))
+    elif model_tokenizer is None:
+        model_tokenizer = load_tokenizer(path)
     return model.eval(), model_tokenizer
+
+
+def _load_replacement(name: str, original: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Load a tokenizer that replaces the one that a model was trained with, such as one with a chat template.
+
+    Args:
+        name: folder of the tokenizer, or name of a model on the Hugging Face Hub.
+        original: tokenizer of the model; None if it is unknown.
+
+    Raises:
+        ValueError: if a token of the model stands for different text in the new tokenizer.
+    """
+    tokenizer = load_tokenizer(name)
+    if original is not None and (conflict := vocabulary_conflict(original, tokenizer)):
+        raise ValueError(
+            f"{name} is not a tokenizer for this model, which was trained with a different one: {conflict}; leave the option "
+            "out to use the model's own"
+        )
+    return tokenizer
 
 
 def export(model: CausalLanguageModel, folder: Path) -> None:
@@ -129,13 +151,13 @@ def write(
 
     Raises:
         ValueError: if ``context`` is given for a transformers model or a text encoder, which cannot be extended, or if the
-            model has no tokenizer.
+            model has no tokenizer, or was trained with a different one.
     """
     if isinstance(model, LinearizedTextEncoder):
         _write_encoder(model, folder, tokenizer, context)
         return
     if tokenizer:
-        model.use_tokenizer(load_tokenizer(tokenizer))
+        model.use_tokenizer(_load_replacement(tokenizer, model.tokenizer))
     if context:
         if not isinstance(model.network, MHLAForCausalLM):
             raise ValueError(
@@ -150,7 +172,7 @@ def _write_encoder(encoder: LinearizedTextEncoder, folder: Path, tokenizer: str 
         raise ValueError("--context extends mixing coefficients of language models, not those of encoders")
     merge_adapters(encoder.network)
     encoder.network.save_pretrained(folder)
-    text_tokenizer = load_tokenizer(tokenizer) if tokenizer else encoder.tokenizer
+    text_tokenizer = _load_replacement(tokenizer, encoder.tokenizer) if tokenizer else encoder.tokenizer
     if text_tokenizer is None:
         raise ValueError("the checkpoint has no tokenizer; set --tokenizer")
     save_tokenizer(text_tokenizer, folder)

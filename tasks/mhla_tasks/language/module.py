@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from typing_extensions import override
@@ -13,12 +13,14 @@ from lightning_mhla.attention import attention_per_layer
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.config import MHLAConfig, default_attention, plain_attention
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions
+from mhla_tasks.language.vocabularies import pretrained_tokenizer, vocabulary_conflict
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,11 @@ class DecoderShape:
     mlp_width: int = 2816
     tie_embeddings: bool = True
     initializer_range: float = 0.02
+
+    def __post_init__(self) -> None:
+        widths = {"key_value_heads": self.key_value_heads, "key_width": self.key_width, "value_width": self.value_width}
+        check_range(least=1, dim=self.dim, depth=self.depth, heads=self.heads, mlp_width=self.mlp_width, **widths)
+        check_range(above=0, initializer_range=self.initializer_range)
 
 
 class LanguageModel(CausalLanguageModel):
@@ -116,8 +123,21 @@ class LanguageModel(CausalLanguageModel):
     def start_from(self, pretrained: str) -> None:
         # Embedding and output layer depend on the vocabulary, which may differ from that of the weights.
         ends = (self.network.get_input_embeddings(), self.network.get_output_embeddings())
-        heads = [f"{name}." for name, module in self.network.named_modules() if any(module is end for end in ends)]
-        adopt(self.network, read_pretrained(pretrained), pretrained, heads=heads)
+        modules = list(self.network.named_modules())
+        embedding, head = (next(f"{name}." for name, module in modules if module is end) for end in ends)
+        source = read_pretrained(pretrained)
+        weights = dict(source.weights)
+        if source.options.get("tie_word_embeddings") and f"{embedding}weight" in weights:
+            # An exported folder holds a shared matrix once.
+            weights.setdefault(f"{head}weight", weights[f"{embedding}weight"])
+        original = None if self.tokenizer is None else pretrained_tokenizer(pretrained)
+        if original is not None and (conflict := vocabulary_conflict(original, self.tokenizer)):
+            log.warning(
+                "%s was trained with a different tokenizer than that of the data (%s): the embedding and the head start from "
+                "new values", pretrained, conflict,
+            )  # fmt: skip
+            weights = {name: weight for name, weight in weights.items() if not name.startswith((embedding, head))}
+        adopt(self.network, replace(source, weights=weights), pretrained, heads=(embedding, head))
 
 
 def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:
