@@ -443,3 +443,35 @@ def test_files_of_other_editors_are_read(
 
 def test_limits_of_the_tests_are_those_of_a_process() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 24
+
+
+@pytest.mark.parametrize(
+    ("number", "message"), [(errno.ENOSPC, "no space is left"), (errno.EFBIG, "limit of this process")]
+)
+def test_rust_libraries_that_raise_exception_itself(number: int, message: str) -> None:
+    line = explain(raised(Exception, f"{os.strerror(number)} (os error {number})"))
+    assert line is not None
+    assert message in line
+    assert explain(raised(Exception, "data did not match any variant")) is None
+
+
+def test_a_tokenizer_on_a_full_device(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    (tmp_path / "full.json").symlink_to("/dev/full")
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the library raises Exception itself
+        Tokenizer(models.BPE()).save(str(tmp_path / "full.json"))
+    assert "no space is left on the device" in str(explain(caught.value))
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("a/tokenizer.mhla-0123456789ab.12.part", "a/tokenizer:"),
+        ("a/out.mhla-0123456789ab.12.part/weights.bin", "a/out/weights.bin:"),
+        ("a/out/out.mhla-0123456789ab.12.part/weights.bin", "a/out/weights.bin:"),
+        ("a/thesis.part", "a/thesis.part:"),
+    ],
+)
+def test_temporary_names_are_not_shown(path: str, shown: str) -> None:
+    assert str(explain(OSError(errno.EROFS, "x", path))).startswith(shown)

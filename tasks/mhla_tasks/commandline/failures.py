@@ -104,7 +104,8 @@ def explain_failure(error: BaseException) -> str | None:
             return _line(errno.ENOMEM, None)
         if isinstance(link, EOFError) and _receives_tensors(link):
             return _line(errno.EMFILE, None)
-        of_library = isinstance(link, OSError | RuntimeError) or type(link).__name__ == "SafetensorError"
+        # Libraries in Rust raise SafetensorError (safetensors) or Exception itself (tokenizers).
+        of_library = isinstance(link, OSError | RuntimeError) or type(link).__name__ in ("SafetensorError", "Exception")
         if of_library and (line := _explain_text(str(link), MEANINGS if link is error else OF_THE_MACHINE)):
             return line
     return ENDED if re.search(r"DataLoader worker .* exited unexpectedly", str(error)) else None
@@ -155,11 +156,24 @@ def _explain_text(text: str, numbers: Container[int]) -> str | None:
 
 def _line(number: int, path: str | None) -> str:
     cause, remedy = MEANINGS[number]
+    path = path and _final_path(path)
     if number == errno.EMFILE:
         cause, path = f"{cause}: the limit is {resource.getrlimit(resource.RLIMIT_NOFILE)[0]}", None
     if number == errno.ENOSPC and path is None and (places := full_places()):
         path = ", ".join(places)
     return f"{f'{path}: ' if path else ''}{cause}; {remedy}"
+
+
+def _final_path(path: str) -> str:
+    """Replace the temporary names in a path, which files and folders have while they are written, with the final names."""
+    from lightning_mhla.system.files import UNFINISHED  # not at the start: the package imports torch
+
+    final = Path()
+    for part in Path(path).parts:
+        match = UNFINISHED.fullmatch(part)
+        named_so_far = match and final.name == match[1]  # the temporary folder of a mount point lies inside it
+        final = final if named_so_far else final / (match[1] if match else part)
+    return str(final)
 
 
 def _path_of(error: OSError) -> str | None:
