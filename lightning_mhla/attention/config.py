@@ -11,6 +11,7 @@ from typing import Any, Literal, Self, get_args
 
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +140,7 @@ class AttentionConfig:
             raise ValueError("give block_grid or block_size, not both")
         if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
-        if not self.rotary_base > 0:
-            raise ValueError(f"rotary_base={self.rotary_base} must be positive")
+        check_range(above=0, rotary_base=self.rotary_base, mixing_min_decay=self.mixing_min_decay)
         normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
         if normalized and self.feature_map == "identity":
             raise ValueError("normalize needs nonnegative queries and keys, which feature_map 'identity' does not give")

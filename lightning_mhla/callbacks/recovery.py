@@ -34,6 +34,7 @@ from lightning_mhla.system.lightning_private import (
     validates_after_this_batch,
 )
 from lightning_mhla.system.processes import Agreement
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.system.signals import StopSignals
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,7 @@ class Recovery(Checkpoint):
         if keep < 1:
             raise ValueError(f"keep={keep} must be at least 1")
         for name, value in {"every_minutes": every_minutes, "every_n_steps": every_n_steps}.items():
-            if value is not None and value <= 0:
-                raise ValueError(f"{name}={value} must be positive, or null for none")
+            check_range(above=0, **{name: value})
         self.every_minutes, self.every_n_steps, self.keep = every_minutes, every_n_steps, keep
         self.signals = StopSignals(signals)
         self.leaving = False

@@ -14,13 +14,14 @@ from typing_extensions import override
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import ShardReader, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
 from lightning_mhla.system.listing import visible_folders
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range, check_seed
 from lightning_mhla.system.redaction import check_secrets
 
 
@@ -172,8 +173,9 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         shards: ShardOptions = ShardOptions(shuffle_window=None),
     ) -> None:
         super().__init__()
-        check_least(1, batch_size=batch_size)
-        check_least(0, num_workers=num_workers, seed=seed)
+        check_range(least=1, batch_size=batch_size)
+        check_range(least=0, num_workers=num_workers)
+        check_seed(seed=seed)
         self.batch_size, self.num_workers = batch_size, num_workers
         self.shard_options = as_dataclass(ShardOptions, shards, "shards")
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed

@@ -1,23 +1,8 @@
-"""Checks of the sizes that data modules take, and the options shared by all data modules that read tar shards."""
+"""Options shared by all data modules that read tar shards."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-
-def check_least(least: int, **options: float | None) -> None:
-    """Check that options of a data module are not below a minimum.
-
-    Args:
-        least: the minimum.
-        options: value of each option; None is not checked.
-
-    Raises:
-        ValueError: if a value is below the minimum.
-    """
-    for name, value in options.items():
-        if value is not None and value < least:
-            raise ValueError(f"{name}={value} must be at least {least}")
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class DistillationConfig:
         if self.teacher is None and self.layer_steps:
             raise ValueError(f"distillation.layer_steps={self.layer_steps} needs distillation.teacher")
         for name in ("layer_steps", "velocity_weight", "flow_weight"):
-            check_range(least=0, group="distillation.", **{name: getattr(self, name)})
+            check_range("distillation.", least=0, **{name: getattr(self, name)})
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the flow-matching loss and the distance from the teacher's velocity.

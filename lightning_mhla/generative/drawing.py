@@ -20,6 +20,7 @@ from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range, check_seed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -123,8 +124,8 @@ class SampleGrid(PeriodicEvaluation):
         name: str = "samples",
     ) -> None:
         super().__init__(every_n_steps, at_end)
-        if samples < 1 or batch_size < 1:
-            raise ValueError(f"samples={samples} and batch_size={batch_size} must be at least 1")
+        check_range(least=1, samples=samples, batch_size=batch_size)
+        check_seed(seed=seed)
         if not is_file_name(name):
             raise ValueError(
                 f"name={name[:60]!r} is used in file names and must not contain a slash or begin with a dot"

@@ -9,6 +9,8 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 from torch import Tensor
 
+from lightning_mhla.system.ranges import check_range
+
 FlowTimes = Literal["uniform", "logit_normal"]
 
 TIMESTEPS = 1000
@@ -34,10 +36,8 @@ class FlowConfig:
     def __post_init__(self) -> None:
         if self.times not in get_args(FlowTimes):
             raise ValueError(f"flow.times={self.times!r} is not one of {', '.join(get_args(FlowTimes))}")
-        if not 0 <= self.caption_dropout < 1:
-            raise ValueError(f"flow.caption_dropout={self.caption_dropout} must be at least 0 and below 1")
-        if self.shift <= 0:
-            raise ValueError(f"flow.shift={self.shift} must be positive")
+        check_range("flow.", least=0, below=1, caption_dropout=self.caption_dropout)
+        check_range("flow.", above=0, shift=self.shift)
 
 
 def draw_flow_times(

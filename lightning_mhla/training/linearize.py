@@ -25,6 +25,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.swap import swapped_layers, transfer_loss
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.system.lightning_private import ddp_options
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.module import TrainingModule
 
 
@@ -79,8 +80,7 @@ class TransferOptions:
 
     def __post_init__(self) -> None:
         for name in ("layer_steps", "logits_weight", "loss_weight"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
+            check_range("distillation.", least=0, **{name: getattr(self, name)})
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.

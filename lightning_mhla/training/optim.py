@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_mhla.attention.mixing import MixingCoefficients
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.torch_private import set_last_rates
 
@@ -73,11 +74,11 @@ class OptimizerConfig:
             )
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError(f"give warmup_epochs={self.warmup_epochs} or warmup_steps={self.warmup_steps}, not both")
-        for name in ("lr", "weight_decay", "min_lr", "warmup_epochs", "warmup_steps", "mixing_lr_scale"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
-        if not 0 < self.layer_decay <= 1:
-            raise ValueError(f"layer_decay={self.layer_decay} must be above 0 and at most 1")
+        for betas in self.betas or ():
+            check_range(least=0, below=1, betas=betas)
+        for name in ("lr", "weight_decay", "eps", "min_lr", "warmup_epochs", "warmup_steps", "mixing_lr_scale"):
+            check_range(least=0, **{name: getattr(self, name)})
+        check_range(above=0, most=1, layer_decay=self.layer_decay)
 
 
 def parameter_groups(

@@ -811,7 +811,7 @@ def test_a_default_layer_of_rala_ignores_no_option(caplog: pytest.LogCaptureFixt
     ("make", "message"),
     [
         (lambda: AttentionConfig(block_grid=[]), "block_grid"),
-        (lambda: AttentionConfig(rotary_base=0.0), "rotary_base=0.0 must be positive"),
+        (lambda: AttentionConfig(rotary_base=0.0), "rotary_base=0.0 must be above 0"),
         (lambda: Block(16, 2, BlockLayout((8,), (2,)), AttentionConfig(), mlp="relu"), "mlp='relu' is not one of"),
     ],
 )

@@ -258,7 +258,7 @@ def test_options_of_the_training_are_checked() -> None:
     for wrong, message in (
         ({"ema_decay": 1.0}, "ema_decay=1.0 must lie between 0 and 1"),
         ({"ema_batch": 0}, "ema_batch=0 must be a number of samples"),
-        ({"optimizer": {"lr": -1.0}}, "lr=-1.0 must not be negative"),
+        ({"optimizer": {"lr": -1.0}}, "lr=-1.0 must be at least 0"),
         ({"optimiser": {}}, "training has no option 'optimiser'; did you mean 'optimizer'"),
         ({"compile_options": {"mod": "a"}}, "training.compile_options has no option 'mod'"),
     ):

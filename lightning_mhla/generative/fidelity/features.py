@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from lightning_mhla.data.digits import LOADERS, Name
 from lightning_mhla.data.sampling import kept_random_state
+from lightning_mhla.system.ranges import check_range, check_seed
 
 
 class Features(NamedTuple):
@@ -194,6 +195,8 @@ class DigitFeatures(FeatureNetwork):
     digits: ClassVar[Name] = "digits"
 
     def __init__(self, seed: int = 0, epochs: int = 30) -> None:
+        check_seed(seed=seed)
+        check_range(least=1, epochs=epochs)
         self.seed, self.epochs = seed, epochs
 
     @override
@@ -240,6 +243,7 @@ class RandomFeatures(FeatureNetwork):
     """
 
     def __init__(self, seed: int = 0) -> None:
+        check_seed(seed=seed)
         self.seed = seed
 
     @override

@@ -15,6 +15,7 @@ from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.ranges import check_seed
 from mhla_tasks.captioned.module import CaptionedDiffusion
 
 
@@ -43,6 +44,7 @@ class DrawnSamples(PeriodicEvaluation):
         super().__init__(every_n_steps, at_end)
         if not prompts:
             raise ValueError("prompts is empty; give at least one")
+        check_seed(seed=seed)
         self.prompts, self.seed, self.at_start = prompts, seed, at_start
 
     @abstractmethod

@@ -9,9 +9,10 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption
 from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 
@@ -94,7 +95,7 @@ class EncodedShards(CaptionedData):
         shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
-        check_least(1, text_length=text_length)
+        check_range(least=1, text_length=text_length)
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self._text_length = text_length

@@ -20,6 +20,7 @@ from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import run_folder, shown_place
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range, check_seed
 from lightning_mhla.system.redaction import redacted
 from mhla_tasks.captioned.text import TextConfig, read_prompts
 
@@ -51,8 +52,8 @@ class PromptRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.per_prompt < 1:
-            raise ValueError(f"per_prompt={self.per_prompt} must be at least 1")
+        check_range(least=1, per_prompt=self.per_prompt)
+        check_seed(seed=self.seed)
 
 
 class RequestedSamples:

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.flow import TIMESTEPS
 from lightning_mhla.swap import read_texts_once
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.host import Host
 
 
@@ -46,8 +47,7 @@ def check_sampling(sampling: Sampling) -> None:
             raise ValueError(f"sampling.{name}={length} must be at least 1")
     if not 1 <= sampling.steps <= TIMESTEPS:
         raise ValueError(f"sampling.steps={sampling.steps} must lie between 1 and {TIMESTEPS:,}")
-    if sampling.guidance < 1:
-        raise ValueError(f"sampling.guidance={sampling.guidance} must be at least 1 (none)")
+    check_range("sampling.", least=1, guidance=sampling.guidance)
 
 
 def latent_shape(network: Any, codec: Any, sampling: Sampling, samples: str) -> tuple[int, ...]:

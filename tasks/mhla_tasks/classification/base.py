@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from lightning_mhla.callbacks import RunReport
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.classes import NamesClasses
 from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -39,6 +40,10 @@ class MixupConfig:
     cutmix: float = 0.0
     prob: float = 1.0
     switch_prob: float = 0.5
+
+    def __post_init__(self) -> None:
+        check_range("mixup.", least=0, mixup=self.mixup, cutmix=self.cutmix)
+        check_range("mixup.", least=0, most=1, prob=self.prob, switch_prob=self.switch_prob)
 
 
 class Classifier(NamesClasses):
@@ -84,6 +89,7 @@ class Classifier(NamesClasses):
             )
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
+        check_range(least=0, below=1, label_smoothing=label_smoothing)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self._shown_names = class_names
         self.preprocessing: Preprocessing | None = None

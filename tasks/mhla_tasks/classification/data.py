@@ -17,6 +17,7 @@ from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.vision.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 
@@ -107,15 +108,11 @@ class AugmentConfig:
     repeats: int = 1
 
     def __post_init__(self) -> None:
-        if self.repeats < 1:
-            raise ValueError(f"repeats={self.repeats} must be at least 1")
+        check_range(least=1, repeats=self.repeats)
         if not 0 < self.min_scale <= 1:
             raise ValueError(f"min_scale={self.min_scale} must be above 0 and at most 1, the area of the image")
-        if self.color_jitter < 0:
-            raise ValueError(f"color_jitter={self.color_jitter} must not be negative")
-        for name in ("random_erasing", "horizontal_flip"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} is a probability and must be 0 to 1")
+        check_range(least=0, color_jitter=self.color_jitter)
+        check_range(least=0, most=1, random_erasing=self.random_erasing, horizontal_flip=self.horizontal_flip)
         if self.interpolation not in INTERPOLATIONS:
             raise ValueError(f"interpolation={self.interpolation!r} is not one of {', '.join(INTERPOLATIONS)}")
 

@@ -12,6 +12,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.pretrained import adopt, read_pretrained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.classes import known_classes
 from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
@@ -42,6 +43,11 @@ class VisionShape:
     stem: Literal["patch", "conv"] = "patch"
     pad_to: int | None = None
     mlp_ratio: float = 4.0
+
+    def __post_init__(self) -> None:
+        sizes = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "pad_to": self.pad_to}
+        check_range(least=1, patch_size=self.patch_size, **sizes)
+        check_range(above=0, mlp_ratio=self.mlp_ratio)
 
 
 class ImageClassifier(Classifier):
@@ -87,6 +93,7 @@ class ImageClassifier(Classifier):
     ) -> None:
         num_classes = known_classes(num_classes)
         super().__init__(num_classes, class_names, label_smoothing, mixup, training)
+        check_range(least=0, below=1, drop_path=drop_path)
         attention, shape = as_dataclass(AttentionConfig, attention), as_dataclass(VisionShape, shape, "shape")
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)

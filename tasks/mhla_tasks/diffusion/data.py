@@ -13,9 +13,10 @@ from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.digits import DigitSamples, Name
 from lightning_mhla.data.images import labelled_images, shard_labels
 from lightning_mhla.data.labelled import LabelledShards
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range, check_seed
 from mhla_tasks.diffusion.sources import LatentSamples, SignedImage
 
 
@@ -38,8 +39,8 @@ class SampleRequest:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.per_class < 1:
-            raise ValueError(f"per_class={self.per_class} must be at least 1")
+        check_range(least=1, per_class=self.per_class)
+        check_seed(seed=self.seed)
         if self.classes is not None and not self.classes:
             raise ValueError("classes is empty; name labels, or null for all")
 
@@ -194,6 +195,7 @@ class ClassShards(LabelledShards, ClassImages):
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.save_hyperparameters(ignore=["samples"])
         keep_plain(self)
+        check_range(least=0, most=1, flip=flip)
         self.flip = flip
 
     def labelled_samples(self, stage: str, flip: float) -> SampleSource:
@@ -257,6 +259,7 @@ class ImageShards(ClassShards):
         )
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 3, or 1 for grayscale images")
+        check_range(least=1, image_size=image_size)
         self.image_size, self.channels = image_size, channels
 
     @override
@@ -308,7 +311,7 @@ class LatentShards(ClassShards):
         super().__init__(
             train, val, flip, batch_size, num_classes, samples, num_workers=num_workers, seed=seed, shards=shards
         )
-        check_least(1, sample_size=sample_size)
+        check_range(least=1, sample_size=sample_size)
         self.sample_size = sample_size
 
     @override

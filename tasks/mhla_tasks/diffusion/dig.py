@@ -14,6 +14,7 @@ from lightning_mhla import AttentionConfig, Block
 from lightning_mhla.attention import layout_for
 from lightning_mhla.model.block import make_norm
 from lightning_mhla.model.sizes import Shape
+from lightning_mhla.system.ranges import check_range
 
 SIZES: dict[str, Shape] = {"S": (384, 12, 6), "B": (768, 12, 12), "L": (1024, 24, 16), "XL": (1152, 28, 18)}
 """Width, depth and number of heads of each size (DiG, table 1; its code has 18 heads in XL)."""
@@ -50,8 +51,7 @@ class DiGConfig:
     def __post_init__(self) -> None:
         if self.directions not in ("four", "two", "one"):
             raise ValueError(f"directions={self.directions!r} is not one of 'four', 'two', 'one'")
-        if self.key_ratio <= 0:
-            raise ValueError(f"key_ratio={self.key_ratio} must be positive")
+        check_range(above=0, key_ratio=self.key_ratio)
         if self.mlp_width is not None and self.mlp_width < 1:
             raise ValueError(f"mlp_width={self.mlp_width} must be positive, or null for DiG's")
 

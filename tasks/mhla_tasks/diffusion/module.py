@@ -16,6 +16,7 @@ from lightning_mhla.generative.images import OutputFormat, SampleWriter, to_pixe
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.classes import NamesClasses, known_classes
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.diffusion.dig import DiGConfig
@@ -47,6 +48,11 @@ class DiTShape:
     frequency_shift: float = 0.0
     mlp_norm_eps: float = 1e-6
 
+    def __post_init__(self) -> None:
+        check_range(least=1, dim=self.dim, depth=self.depth, heads=self.heads, patch_size=self.patch_size)
+        check_range(above=0, mlp_ratio=self.mlp_ratio, mlp_norm_eps=self.mlp_norm_eps)
+        check_range(least=0, frequency_shift=self.frequency_shift)
+
 
 class ClassToImage(NamesClasses, GenerativeModule):
     """Class-conditional image generator: a DiT that is trained on labeled images or latents, and draws images of given classes.
@@ -57,8 +63,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sample_size: side of the square samples, or their height and width, in pixels for images or in latent pixels for
             latents.
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
-        layer_kinds: pattern of attention kinds that repeats over all layers. With [mhla, mhla, softmax], every third layer has
-            softmax attention. null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. With
+            [mhla, mhla, softmax], every third layer has softmax attention. null uses attention.kind in all layers.
         size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
         dig: options of a DiG; null for a DiT. For a DiG, size selects one of DiG's sizes, and shape.mlp_ratio must be left out.

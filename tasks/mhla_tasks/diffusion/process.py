@@ -21,6 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.generative.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.model import DiT
 
 Sampler = Literal["ddpm", "ddim", "dpm-solver++", "euler"]
@@ -52,10 +53,8 @@ class ProcessConfig:
     label_dropout: float = 0.1
 
     def __post_init__(self) -> None:
-        if not 0 <= self.label_dropout < 1:
-            raise ValueError(f"label_dropout={self.label_dropout} must be at least 0 and below 1")
-        if self.shift <= 0:
-            raise ValueError(f"shift={self.shift} must be positive")
+        check_range(least=0, below=1, label_dropout=self.label_dropout)
+        check_range(above=0, shift=self.shift)
         if self.objective == "ddpm" and (self.times != "uniform" or self.shift != 1):
             raise ValueError("times and shift require objective: flow")
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.flow import TIMESTEPS
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.process import NoiseProcess, Sampler
 
@@ -40,10 +41,8 @@ class DiTSamplingConfig:
     guidance: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ValueError(f"steps={self.steps} must be at least 1")
-        if self.guidance < 0:
-            raise ValueError(f"guidance={self.guidance} must not be negative; 1 means no guidance")
+        check_range(least=1, steps=self.steps)
+        check_range(least=0, guidance=self.guidance)
 
 
 @torch.no_grad()

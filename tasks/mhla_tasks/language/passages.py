@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
-from lightning_mhla.data.options import check_least
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.dialogues import text_of
 from mhla_tasks.language.tokenizer import load_tokenizer, pad_token
@@ -132,8 +132,8 @@ class TextPassages(ResumableDataModule):
         self.save_hyperparameters()
         if length < STEP:
             raise ValueError(f"length={length} must be at least {STEP} tokens")
-        check_least(0, min_characters=min_characters)
-        check_least(1, val_passages=val_passages)
+        check_range(least=0, min_characters=min_characters)
+        check_range(least=1, val_passages=val_passages)
         self.sources = {"train": train, "validate": val, "test": val}
         self.tokenizer_name, self.length, self.unit, self.column = tokenizer, length, unit, column
         self.min_characters, self.val_passages = min_characters, val_passages

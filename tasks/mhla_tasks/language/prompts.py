@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from lightning_mhla.data.lines import has_surrogates
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder, shown_place
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.columns import read_column, table_kind
 from mhla_tasks.language.dialogues import Document
 
@@ -46,10 +47,9 @@ class GenerationOptions:
     control_tokens: bool = False
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.max_new_tokens < 1 or self.beams < 1:
-            raise ValueError(f"{self}: temperature must not be negative, max_new_tokens and beams at least 1")
-        if self.top_k < 0 or not 0 <= self.top_p <= 1:
-            raise ValueError(f"{self}: top_k must not be negative, and top_p must be between 0 and 1")
+        check_range(least=1, max_new_tokens=self.max_new_tokens, beams=self.beams)
+        check_range(least=0, temperature=self.temperature, top_k=self.top_k)
+        check_range(least=0, most=1, top_p=self.top_p)
         if self.beams > 1 and self.temperature:
             raise ValueError(f"beams={self.beams} does not sample: set temperature: 0")
 

@@ -11,9 +11,9 @@ import torch
 from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
-from lightning_mhla.data.options import check_least
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.loss import IGNORED
 
 STAGES = {"train": 0, "validate": 1, "test": 2}
@@ -149,6 +149,7 @@ class AssociativeRecall(QuestionData):
         for part in (*parts["train"], *parts["val"]):
             if vocab_size <= part.tokens or part.pairs > vocab_size // 2 - 1:
                 raise ValueError(f"vocab_size={vocab_size} must exceed the {part.tokens} tokens of a sequence")
+        check_range(least=0, most=10, power=power)
         self.power, self.random_non_queries = power, random_non_queries
         self.context = max(part.tokens for part in parts["train"])
         self.pairs = sorted({part.pairs for part in parts["val"]})
@@ -242,9 +243,9 @@ class Needle(QuestionData):
     ) -> None:
         super().__init__(vocab_size, batch_size=batch_size, num_workers=num_workers, seed=seed)
         self.save_hyperparameters()
-        check_least(3 + self.DEPTHS, tokens=tokens)
-        check_least(6, vocab_size=vocab_size)
-        check_least(1, samples=samples, val_samples=val_samples, lengths=min(lengths, default=0))
+        check_range(least=3 + self.DEPTHS, tokens=tokens)
+        check_range(least=6, vocab_size=vocab_size)
+        check_range(least=1, samples=samples, val_samples=val_samples, lengths=min(lengths, default=0))
         self.tokens, self.lengths, self.counts = tokens, lengths, (samples, val_samples)
         self.context = tokens
         sizes = [tokens * length for length in lengths]

@@ -9,9 +9,10 @@ from typing_extensions import override
 from lightning_mhla.data import SampleSource, ShardSets
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles
 from lightning_mhla.data.images import EXTENSIONS
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import holds_shards
 from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.data import CaptionedData, EncodedShards
 from mhla_tasks.captioned.encoded import EncodedSamples, read_manifest
 from mhla_tasks.captioned.requests import PromptRequest
@@ -121,7 +122,7 @@ class CaptionedImageShards(CaptionedImageData):
         shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
-        check_least(1, height=height, width=width)
+        check_range(least=1, height=height, width=width)
         self.save_hyperparameters(ignore=["prompts"])
         keep_plain(self)
         self.sizes = [(height, width)] if buckets is None else parse_buckets(buckets)

@@ -11,8 +11,8 @@ from typing_extensions import override
 
 from lightning_mhla.data import ResumableDataModule, SampleSource
 from lightning_mhla.data.digits import Name
-from lightning_mhla.data.options import check_least
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.video.digits import NAMES, moving_digits
 
 
@@ -138,7 +138,7 @@ class BouncingDigits(ResumableDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_least(1, frames=frames, height=height, width=width, speed=speed, clips=clips)
+        check_range(least=1, frames=frames, height=height, width=width, speed=speed, clips=clips)
         self.save_hyperparameters(ignore=["clips"])
         self.digits, self.frames, self.clips = digits, frames, clips
         self.canvas = (height, width, speed, digits)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -18,6 +17,7 @@ from lightning_mhla import AttentionConfig
 from lightning_mhla.generative.module import GenerativeModule
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.system.sharding import gathered_weights
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.video.frames import FrameTransformer, relative_errors
@@ -45,6 +45,10 @@ class FrameShape:
     heads: int = 3
     mlp_ratio: float = 2.0
 
+    def __post_init__(self) -> None:
+        check_range(least=1, patch_size=self.patch_size, dim=self.dim, depth=self.depth, heads=self.heads)
+        check_range(above=0, mlp_ratio=self.mlp_ratio)
+
 
 @dataclass(frozen=True)
 class ErrorsConfig:
@@ -62,9 +66,7 @@ class ErrorsConfig:
     noise: float = 0.01
 
     def __post_init__(self) -> None:
-        for name, share in asdict(self).items():
-            if not 0 <= share < 1:
-                raise ValueError(f"errors.{name}={share} must be at least 0 and below 1")
+        check_range("errors.", least=0, below=1, own=self.own, noise=self.noise)
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,7 @@ class ContinuationSampling:
     crf: float = 15.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.fps < math.inf:
-            raise ValueError(f"sampling.fps={self.fps} must be above 0, and finite")
+        check_range("sampling.", above=0, fps=self.fps)
         if not 0 <= self.crf <= 51:
             raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 
@@ -106,7 +107,8 @@ class VideoContinuation(GenerativeModule):
         frames: number of frames of a training clip.
         start: number of frames at the beginning of a clip that are given instead of predicted. The motion is visible in two
             or more frames.
-        layer_kinds: pattern of attention kinds that repeats over all layers. null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. null uses
+            attention.kind in all layers.
         shape: shape of the transformer.
         errors: errors that training adds to the frames that the model sees.
         sampling: length and format of the clips that the predict command and callbacks generate.

@@ -10,8 +10,9 @@ from typing_extensions import override
 from lightning_mhla.data import ResumableDataModule, SampleSource, ShardSets
 from lightning_mhla.data.captioned import SampleFiles, ShardFiles, UncaptionedFiles
 from lightning_mhla.data.digits import Name
-from lightning_mhla.data.options import ShardOptions, check_least
+from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.data import CaptionedData, EncodedShards
 from mhla_tasks.captioned.requests import PromptRequest
 from mhla_tasks.video.continuation import VideoContinuation
@@ -105,7 +106,7 @@ class MovingDigits(ClipData):
         seed: int | None = None,
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_least(1, frames=frames, height=height, width=width)
+        check_range(least=1, frames=frames, height=height, width=width)
         self.save_hyperparameters(ignore=["prompts"])
         self.known_prompts = every_caption()
         self.size = (frames, height, width)
@@ -186,7 +187,8 @@ class VideoShards(ClipData):
         shards: ShardOptions = ShardOptions(),
     ) -> None:
         super().__init__(prompts, batch_size=batch_size, num_workers=num_workers, seed=seed, shards=shards)
-        check_least(1, frames=frames, height=height, width=width, clips=clips)
+        check_range(least=1, frames=frames, height=height, width=width, clips=clips)
+        check_range(above=0, fps=fps)
         self.save_hyperparameters(ignore=["prompts", "clips"])
         keep_plain(self)
         self.size, self.fps, self.caption_key, self.continued = (frames, height, width), fps, caption_key, clips
@@ -254,7 +256,8 @@ class VideoFolders(ResumableDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
-        check_least(1, frames=frames, height=height, width=width, clips=clips)
+        check_range(least=1, frames=frames, height=height, width=width, clips=clips)
+        check_range(above=0, fps=fps)
         self.save_hyperparameters(ignore=["clips"])
         if channels not in (1, 3):
             raise ValueError(f"channels={channels} must be 1 (gray) or 3 (color)")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.sampling import check_sampling
 
 Sampler = Literal["unipc", "euler"]
@@ -43,8 +43,7 @@ class WanSamplingConfig:
 
     def __post_init__(self) -> None:
         check_sampling(self)
-        if not 0 < self.fps < math.inf:
-            raise ValueError(f"sampling.fps={self.fps} must be above 0, and finite")
+        check_range("sampling.", above=0, fps=self.fps)
         if not 0 <= self.crf <= 51:
             raise ValueError(f"sampling.crf={self.crf} must lie between 0 and 51")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchvision.transforms import v2
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.captioned import CaptionedFiles, SampleFiles
 from lightning_mhla.system.numbers import plural
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.video.clips import read_beginning, read_clip, to_signed
 
 VIDEO = "mp4"
@@ -49,7 +49,7 @@ class CaptionedClips:
         fps: float | None = None,
         anywhere: bool = False,
     ) -> None:
-        _check_rate(fps)
+        check_range(above=0, fps=fps)
         self.files, self.shard_sizes = files, files.shard_sizes
         self.frames, self.height, self.width = frames, height, width
         self.fps, self.anywhere = fps, anywhere
@@ -87,7 +87,7 @@ class UncaptionedClips:
     def __init__(
         self, files: SampleFiles, size: tuple[int, int, int], fps: float | None, channels: int, anywhere: bool = False
     ) -> None:
-        _check_rate(fps)
+        check_range(above=0, fps=fps)
         self.files, self.shard_sizes = files, files.shard_sizes
         self.size, self.fps, self.channels, self.anywhere = size, fps, channels, anywhere
 
@@ -162,7 +162,7 @@ class Beginnings:
     ) -> None:
         if limit is not None and limit < 1:
             raise ValueError(f"clips={limit} must be at least 1")
-        _check_rate(fps)
+        check_range(above=0, fps=fps)
         count = sum(files.shard_sizes)
         self.shard_sizes: Sequence[int] = [count if limit is None else min(limit, count)]
         self.files, self.size, self.fps, self.channels = files, size, fps, channels
@@ -201,16 +201,6 @@ class Beginnings:
         except BrokenSampleError as error:
             raise BrokenSampleError(f"{error}; remove this held-out video") from error
         return _with_channels(clip, self.channels)
-
-
-def _check_rate(fps: float | None) -> None:
-    """Check that a number of frames per second, if it is not None, is positive and finite.
-
-    Raises:
-        ValueError: if the number is zero, negative or infinite.
-    """
-    if fps is not None and not 0 < fps < math.inf:
-        raise ValueError(f"fps={fps} must be above 0 and finite, or null for consecutive frames")
 
 
 def _position(anywhere: bool) -> float:

@@ -218,7 +218,7 @@ def test_recomputed_blocks_give_the_same_gradients() -> None:
         ),
         ({"kind": "rala"}, {}, "attention kind 'rala' sees every token"),
         ({"kind": "gla"}, {"directions": "six"}, "directions='six' is not one of 'four', 'two', 'one'"),
-        ({"kind": "gla"}, {"key_ratio": 0}, "key_ratio=0 must be positive"),
+        ({"kind": "gla"}, {"key_ratio": 0}, "key_ratio=0 must be above 0"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(

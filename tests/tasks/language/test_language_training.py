@@ -204,7 +204,7 @@ def test_training_refuses(stdlib: SimpleNamespace, tokenizer: Any, capsys: pytes
     with pytest.raises(ValueError, match="set temperature: 0"):
         GenerationOptions(beams=4)
     for options in ({"top_p": 2.0}, {"top_p": -0.1}, {"top_k": -1}):
-        with pytest.raises(ValueError, match="top_k must not be negative, and top_p must be between 0 and 1"):
+        with pytest.raises(ValueError, match=r"top_[pk]=-?[\d.]+ must be at least 0"):
             GenerationOptions(**options)
     assert GenerationOptions(top_p=1.0, top_k=0).top_p == 1
 

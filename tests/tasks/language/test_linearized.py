@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_said_in_one_line(source: Path, tmp_path: Path) -> 
         match="does not hold a transformers model; to replace softmax layers of an MHLA language model, set --model",
     ):
         source_network(str(fit(ours, 1, tmp_path)))
-    with pytest.raises(ValueError, match=r"distillation.layer_steps=-1 must not be negative"):
+    with pytest.raises(ValueError, match=r"distillation.layer_steps=-1 must be at least 0"):
         TransferOptions(layer_steps=-1)
     other = build_network({**NETWORK, "init_args": {**NETWORK["init_args"], "hidden_size": 64}}, 40)
     other.save_pretrained(tmp_path / "wide")

@@ -347,7 +347,7 @@ def test_cross_attention_of_clips_is_replaced_matched_and_loaded(
 def test_wrong_distillation() -> None:
     with pytest.raises(ValueError, match=r"layer_steps=5 needs distillation\.teacher"):
         DistillationConfig(layer_steps=5)
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="velocity_weight=-1 must be at least 0"):
         DistillationConfig("teacher", velocity_weight=-1)
 
 

@@ -212,7 +212,7 @@ def test_layers_improve_by_matching(whole: Path, tmp_path: Path) -> None:
         ({"distillation": {"teacher": "nowhere"}}, "nowhere is neither a file, nor a folder of a Wan transformer"),
         ({"flow": {"caption_dropout": 0.0}}, "guidance=3.0 needs training without captions: flow.caption_dropout"),
         ({"flow": {"caption_dropout": 1.0}}, "caption_dropout=1.0 must be at least 0 and below 1"),
-        ({"flow": {"shift": 0}}, "flow.shift=0.0 must be positive"),
+        ({"flow": {"shift": 0}}, "flow.shift=0.0 must be above 0"),
         ({"sampling": {"steps": 0}}, "sampling.steps=0 must lie between 1 and 1,000"),
         ({"sampling": {"guidance": 0.5}}, "sampling.guidance=0.5 must be at least 1"),
         ({"layer_kinds": ["keep", "mhla", "mhla"]}, "its length must divide the 2 layers"),
