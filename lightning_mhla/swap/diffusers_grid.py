@@ -159,9 +159,31 @@ def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, 
     built = {index: build_for(layer, configs[index], len(patches.stride)) for index, layer in layers.items()}
     for index, attention in built.items():
         layers[index].set_processor(kind(attention, attention.layout.block_grid, grid))
+        layers[index].register_forward_pre_hook(check_processor)
     if built:
         patches.register_forward_pre_hook(grid)
     return built
+
+
+def check_processor(attn: Any, args: tuple[Any, ...]) -> None:
+    """Forward pre-hook of a replaced attention module: check that nothing removed the new attention.
+
+    diffusers sets other processors in ``fuse_qkv_projections``, ``set_attn_processor`` and pipelines with perturbed attention.
+    The layer would then compute its original attention, with weights that were trained for the new one.
+
+    Args:
+        attn: diffusers attention module.
+        args: positional arguments of the module, which are not used.
+
+    Raises:
+        ValueError: if the processor of the module does not compute the new attention.
+    """
+    if not isinstance(attn.processor, GridProcessor):
+        raise ValueError(
+            f"the swapped attention of a layer was replaced by {type(attn.processor).__name__}, which computes the original "
+            "attention; call unfuse_qkv_projections() if fuse_qkv_projections() was called, or load the model again and leave "
+            "its attention processors as they are"
+        )
 
 
 class GridProcessor(nn.Module):

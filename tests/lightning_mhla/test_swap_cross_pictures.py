@@ -12,7 +12,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.attention_processor import AttnProcessor
+from diffusers.models.attention_processor import AttnProcessor, AttnProcessor2_0, PAGCFGSanaLinearAttnProcessor2_0
+from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig, CrossAttentionConfig, load_swapped, swap_attention
@@ -345,3 +346,45 @@ def test_an_inner_scope_leaves_the_texts_of_the_outer_one() -> None:
         assert len(calls) == 3, "the outer scope has its text"
     output(model, "Wan", text())
     assert len(calls) == 4, "no text is stored outside"
+
+
+def call(model: Any, name: str) -> Tensor:
+    more = {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}} if name == "PixArt" else {}
+    with torch.no_grad():
+        out: Tensor = model(sample(name), encoder_hidden_states=text(), timestep=torch.tensor([1, 2]), **more).sample
+    return out
+
+
+@pytest.mark.parametrize(
+    ("name", "cross", "change"),
+    [
+        ("PixArt", False, lambda model: model.fuse_qkv_projections()),
+        ("PixArt", True, lambda model: model.fuse_qkv_projections()),
+        ("PixArt", False, lambda model: model.set_default_attn_processor()),
+        ("SANA", False, lambda model: model.set_attn_processor(AttnProcessor2_0())),
+        ("SANA", False, lambda model: model.transformer_blocks[1].attn1.set_processor(PAGCFGSanaLinearAttnProcessor2_0())),
+        ("Wan", True, lambda model: model.blocks[0].attn2.set_processor(WanAttnProcessor())),
+    ],
+    ids=["fused", "fused, cross", "default", "all", "one layer", "one layer, cross"],
+)  # fmt: skip
+def test_a_processor_that_removes_the_swapped_attention_is_an_error(name: str, cross: bool, change: Any) -> None:
+    model = tiny(name)
+    if cross:
+        model = swapped(model, name)
+    else:
+        swap_attention(model, AttentionConfig(block_grid=[2, 2]))
+    expected = call(model, name)
+    changed = copy.deepcopy(model)
+    change(changed)
+    with pytest.raises(ValueError, match=r"swapped attention of a layer was replaced by \w+Processor"):
+        call(changed, name)
+    torch.testing.assert_close(call(model, name), expected, rtol=0, atol=0)
+
+
+def test_projections_that_are_fused_and_separated_again_change_nothing() -> None:
+    model = tiny("PixArt")
+    swap_attention(model, AttentionConfig(block_grid=[2, 2]))
+    expected = call(model, "PixArt")
+    model.fuse_qkv_projections()
+    model.unfuse_qkv_projections()
+    torch.testing.assert_close(call(model, "PixArt"), expected, rtol=0, atol=0)
