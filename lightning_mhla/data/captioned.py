@@ -204,6 +204,8 @@ class FolderFiles(UncaptionedFiles, CaptionedFiles):
         super().__init__(folder, extensions)
         self.caption_key = caption_key
         self._lines = self._read_metadata()
+        # keyed by the extension in lower case, as for the images; 1.txt comes after 1.TXT in the list and replaces it
+        self._captions = {(path.with_suffix(""), path.suffix.lower().lstrip(".")): path for path in self._caption_paths}
         self._mention_orphans(self._caption_paths)
 
     @override
@@ -214,12 +216,12 @@ class FolderFiles(UncaptionedFiles, CaptionedFiles):
         beside = self._beside(index, extensions)
         if beside is None:
             raise BrokenSampleError(f"{shown(path)} has no .{' or .'.join(extensions)} beside it")
-        return beside.suffix.lstrip("."), read_sample(beside)
+        return beside.suffix.lower().lstrip("."), read_sample(beside)
 
     def _beside(self, index: int, extensions: Sequence[str]) -> Path | None:
-        """Find the first existing file with the sample's name and one of the ``extensions``; None if there is none."""
-        paths = (self.paths[index].with_suffix(f".{name}") for name in extensions)
-        return next((path for path in paths if path.is_file()), None)
+        """Find the first caption file with the sample's name and one of the ``extensions``; None if there is none."""
+        stem = self.paths[index].with_suffix("")
+        return next((self._captions[stem, name] for name in extensions if (stem, name) in self._captions), None)
 
     @override
     def captions(self, index: int) -> list[str]:
@@ -255,7 +257,7 @@ class FolderFiles(UncaptionedFiles, CaptionedFiles):
                 self.folder, plural(len(orphans), "caption"), shown(orphans[0]),
             )  # fmt: skip
         listed = {path.with_suffix("") for path in self._lines}
-        if twice := [path for path in captions if path.with_suffix("") in listed and path.suffix == f".{TEXT}"]:
+        if twice := [path for path in captions if path.with_suffix("") in listed and path.suffix.lower() == f".{TEXT}"]:
             log.warning(
                 "%s: %s left out, such as %s, since %s has captions of the same files",
                 self.folder, plural(len(twice), "caption"), shown(twice[0].name), METADATA,

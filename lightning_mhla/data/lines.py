@@ -103,6 +103,12 @@ def file_name(source: Source) -> str:
     return PurePosixPath(urlsplit(text).path if "://" in text else text).name
 
 
+def plain_suffix(source: Source) -> str:
+    """Return the suffix of a file in lower case, without a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
+    name = PurePosixPath(file_name(source).lower())
+    return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
+
+
 @contextmanager
 def open_bytes(source: Source) -> Iterator[BinaryIO]:
     """Context manager that opens a file or URL for reading bytes, and decompresses it according to its suffix.

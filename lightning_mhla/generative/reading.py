@@ -49,7 +49,7 @@ def read_weights_file(
         ValueError: if the file contains no weights, or if it also contains other entries and ``mixed`` is false. Damaged files
             raise errors of their libraries, which :func:`read_safely` converts to ValueError.
     """
-    if path.suffix == ".safetensors":
+    if path.suffix.lower() == ".safetensors":
         return load_file(path)
     with torch.serialization.safe_globals(list(classes)):
         content = torch.load(path, weights_only=True, map_location="cpu")

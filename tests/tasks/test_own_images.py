@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import json
 import logging
@@ -344,6 +345,28 @@ def test_captions_that_would_be_dropped_are_named(tmp_path: Path, caplog: pytest
     assert [files.captions(index) for index in range(2)] == [["x"], ["beside"]]
     assert "2 captions without a file of the same name, such as" in caplog.text
     assert "1 caption left out, such as a.txt, since metadata.jsonl has captions of the same files" in caplog.text
+
+
+@pytest.mark.parametrize(("image", "caption"), [("UP.PNG", "UP.TXT"), ("a.png", "a.Txt"), ("b.PNG", "b.JSON")])
+def test_extensions_of_captions_in_upper_case(
+    image: str, caption: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, [image])
+    (tmp_path / caption).write_text(json.dumps({"caption": "a cat"}) if "json" in caption.lower() else "a cat\n")
+    files = FolderFiles(tmp_path, EXTENSIONS, "caption")
+    assert files.captions(0) == ["a cat"]
+    assert [path.name for path in files.origins()[0].files] == [image, caption]
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": image, "caption": "x"}))
+    assert FolderFiles(tmp_path, EXTENSIONS, "caption").captions(0) == ["x"]
+    assert ("1 caption left out" in caplog.text) == (caption.lower().endswith(".txt"))
+
+
+@pytest.mark.parametrize("name", ["P.JSONL", "p.jsonl.gz", "P.JSON", "p.json.gz"])
+def test_extensions_of_prompts(name: str, tmp_path: Path) -> None:
+    entry = {"prompt": "a cat"}
+    data = json.dumps(entry if "jsonl" in name.lower() else {"one": entry}).encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    assert [prompt for _, prompt in read_prompts(tmp_path / name)] == ["a cat"]
 
 
 def test_reference_statistics_that_are_a_bomb_are_one_line(tmp_path: Path) -> None:

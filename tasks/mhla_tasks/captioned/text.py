@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.data.lines import json_lines, parse_object, read_lines, read_text, text_entry
+from lightning_mhla.data.lines import json_lines, parse_object, plain_suffix, read_lines, read_text, text_entry
 from lightning_mhla.system.listing import is_visible
 
 WORD_BYTES = 8
@@ -280,10 +280,10 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         pairs = [(text_file.stem, read_text(text_file).strip()) for text_file in files]
     elif not file.is_file():
         raise FileNotFoundError(f"prompts {file} is not a file; give a text file with a prompt on each line")
-    elif file.suffix == ".jsonl":
+    elif plain_suffix(file) == ".jsonl":
         rows = enumerate(json_lines(file))
         pairs = [(f"{row:05d}", text_entry(line, "prompt", f"{file}: line {number}")) for row, (number, line) in rows]
-    elif file.suffix == ".json":
+    elif plain_suffix(file) == ".json":
         pairs = [
             (name, _prompt_of(entry, f"{file}: {name!r}"))
             for name, entry in parse_object(read_text(file), str(file)).items()

@@ -21,6 +21,7 @@ from lightning_mhla.data.lines import (
     open_bytes,
     parse_json,
     parse_object,
+    plain_suffix,
     read_lines,
     read_text,
 )
@@ -76,12 +77,6 @@ def table_kind(source: Source) -> str | None:
     A compression suffix is ignored: ``a.jsonl.gz`` is a ``jsonl`` table.
     """
     return SUFFIXES.get(plain_suffix(source))
-
-
-def plain_suffix(source: Source) -> str:
-    """Return the suffix of a file in lower case, without a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
-    name = PurePosixPath(file_name(source).lower())
-    return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
 
 def _json_lines(source: Source, column: str) -> Rows:

@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import chain, islice
 from pathlib import Path
 
-from lightning_mhla.data.lines import NotTextError, has_surrogates, read_text
+from lightning_mhla.data.lines import NotTextError, has_surrogates, plain_suffix, read_text
 from lightning_mhla.system.listing import shown, visible_files
-from mhla_tasks.language.columns import MissingColumnError, Rows, plain_suffix, read_column, table_kind
+from mhla_tasks.language.columns import MissingColumnError, Rows, read_column, table_kind
 from mhla_tasks.language.dialogues import Dialogue, Document, text_of
 from mhla_tasks.language.hub import StreamedDataSet
 

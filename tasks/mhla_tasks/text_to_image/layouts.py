@@ -12,7 +12,7 @@ from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.images import decode_file, open_image
-from lightning_mhla.data.lines import read_lines
+from lightning_mhla.data.lines import plain_suffix, read_lines
 from lightning_mhla.data.source import read_sample
 from lightning_mhla.system.listing import is_file_name, shown
 from lightning_mhla.system.untrusted import BROKEN
@@ -67,7 +67,7 @@ def _geneval(images: Path, names: Sequence[str], prompts: Path, target: Path) ->
     Raises:
         ValueError: if ``prompts`` is not a ``.jsonl`` file.
     """
-    if prompts.suffix != ".jsonl":
+    if plain_suffix(prompts) != ".jsonl":
         raise ValueError(f"--prompts {prompts} is not GenEval's evaluation_metadata.jsonl")
     lines = [line for _, line in read_lines(prompts)]
     for name, line in zip(names, lines, strict=True):

@@ -11,7 +11,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from mhla_tasks.language.columns import MissingColumnError, plain_suffix, read_column, table_kind
+from mhla_tasks.language.columns import MissingColumnError, read_column, table_kind
+
+from lightning_mhla.data.lines import plain_suffix
 
 CONTENTS: dict[str, tuple[str, list[tuple[str, str | None]]]] = {
     "a.jsonl": ('{"text": "one"}\n\n{"id": 1, "text": null}\n{"text": ""}\n',
