@@ -163,7 +163,13 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
         title = f"{name.removeprefix('val/')} <span class=muted>({MEANING[name]})</span>"
         rows.append(f"<tr class=group><td colspan={len(stages)}>{title}</tr>")
         rows.append(f"<tr>{''.join(f'<td class=n>{_number(values.get(name))}' for values in stages.values())}</tr>")
-    note = "<p class=muted>On held-out data. Swapped: right after the attention was replaced, before any training.</p>"
+    note = "On held-out data. Swapped: right after the attention was replaced, before any training."
+    if source.domain == "language":
+        note += (
+            " Training also taught the model texts of this kind, which it did not teach the original. So a better figure than "
+            "that of the original does not mean that the new attention is better."
+        )
+    note = f"<p class=muted>{note}</p>"
     return f"<h2>Quality</h2>{note}{_scrolling(''.join(rows))}"
 
 
