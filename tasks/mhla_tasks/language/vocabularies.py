@@ -23,15 +23,18 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
     Returns:
         Description of the lowest such index; None if the tokens of both agree.
     """
-    vocabularies = [
-        {index: token for token, index in part.get_vocab().items() if token not in part.get_added_vocab()}
-        for part in (tokenizer, other)
-    ]
-    for index in sorted(vocabularies[0].keys() & vocabularies[1].keys()):
-        first, second = (vocabulary[index] for vocabulary in vocabularies)
+    one, two = (_trained_tokens(part) for part in (tokenizer, other))
+    for index in sorted(one.keys() & two.keys()):
+        first, second = one[index], two[index]
         if first != second:
             return f"token {index} is {first!r} in one and {second!r} in the other"
     return None
+
+
+def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens of the trained vocabulary by index, without those that were added to it."""
+    added = tokenizer.get_added_vocab()
+    return {index: token for token, index in tokenizer.get_vocab().items() if token not in added}
 
 
 def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
