@@ -98,7 +98,7 @@ HEAD_CHUNK = 2048
 """Tokens whose scores of all words are in memory at once."""
 
 COST_DOCUMENTS = 2
-"""Held-out documents of 1,024 tokens on which the cost of replacing each layer is measured."""
+"""Documents on which the cost of replacing each layer is measured."""
 
 DRAWN, LARGEST_DRAWN = ("softmax", "mhla_window", "window", "linear"), 50.0
 """Rows of the picture, without those that have a higher perplexity."""
@@ -112,6 +112,10 @@ RECIPE: dict[str, tuple[float, str]] = {
     "length": (CONTEXT, "tokens of a sample of the second stage"),
     "lora": (0, "rank of adapters to train in place of all weights in the second stage, 0 for all weights"),
     "distill": (0.0, "weight of the divergence from the original's predictions in the second stage, 0 for none"),
+    "choose": (
+        0,
+        "tokens of two training documents on which layers are chosen for --keep, 0 for held-out ones of 1,024",
+    ),
     "weights": (0.0, "weight of the cross-entropy of attention weights in the first stage, 0 for none"),
     "curve": (
         0,
@@ -316,12 +320,18 @@ def load(source: str) -> Any:
 
 def choose_layers(model: Any, documents: list[Tensor], keep: float) -> list[int]:
     """Return the layers whose replacement alone costs most, a share ``keep`` of all."""
-    costs = layer_costs(model, lambda: losses(model, documents, CONTEXT).mean().item())
+    tokens = len(documents[0]) - 1
+    costs = layer_costs(model, lambda: losses(model, documents, tokens).mean().item())
     return costs.worst(round(keep * len(swapped_layers(model))))
 
 
 def run_row(
-    name: str, options: argparse.Namespace, stream: Tensor, held_out: dict[int, list[Tensor]], long_text: Tensor
+    name: str,
+    options: argparse.Namespace,
+    stream: Tensor,
+    held_out: dict[int, list[Tensor]],
+    long_text: Tensor,
+    cost_documents: list[Tensor],
 ) -> dict[str, Any]:
     """Replace, match, train and measure one row."""
     torch.manual_seed(options.seed)
@@ -333,7 +343,7 @@ def run_row(
     if config is not None:
         swap_attention(model, AttentionConfig(**config))
         if options.keep:
-            expensive = choose_layers(model, held_out[CONTEXT][:COST_DOCUMENTS], options.keep)
+            expensive = choose_layers(model, cost_documents, options.keep)
             model = load(options.source)
             count = len(model.model.layers)
             kinds = ["keep" if layer in expensive else "replace" for layer in range(count)]
@@ -455,9 +465,12 @@ def main() -> None:
         for tokens, count in HELD_OUT.items()
     }
     long_text = torch.cat([document for document in held_out_documents if len(document) > CONTEXT])
-    stream = torch.cat(read_tokens(options.texts, "train", tokenizer))
+    documents = read_tokens(options.texts, "train", tokenizer)
+    stream, cost_documents = torch.cat(documents), held_out[CONTEXT][:COST_DOCUMENTS]
+    if options.choose:
+        cost_documents = [x[: options.choose + 1] for x in documents if len(x) > options.choose][:COST_DOCUMENTS]
     for name in options.rows:
-        row = run_row(name, options, stream, held_out, long_text)
+        row = run_row(name, options, stream, held_out, long_text, cost_documents)
         label = describe_row(name, options)
         print(
             label,
