@@ -214,7 +214,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are
                 given.
         """
-        if options.get("output_attentions"):
+        attentions = options.get("output_attentions")
+        if self.config.output_attentions if attentions is None else attentions:
             raise ValueError("the model keeps no attention matrices: leave output_attentions out")
         check_cache(past_key_values)
         x = self._embed(input_ids, inputs_embeds)

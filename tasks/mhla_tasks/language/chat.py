@@ -47,8 +47,8 @@ def chat(
         FileNotFoundError: if there is no such model, or it has no tokenizer.
         ValueError: if the options contradict each other, or the chat template rejects the messages.
     """
-    set_seed(seed)
     model, tokenizer = load_model(path)
+    set_seed(seed)  # loading draws random numbers, more of them for a checkpoint than for an exported folder
     chatting = Chat(model.to(process_device(device)), tokenizer, system, LONGEST if count is None else count, sampling)
     interactive = sys.stdin.isatty()
     if not chatting.conversation.has_template:

@@ -39,8 +39,8 @@ def continue_prompts(
         FileNotFoundError: if there is no such model, or it has no tokenizer.
         ValueError: if an option is out of range, or a prompt has no tokens or is too long.
     """
-    set_seed(seed)
     model, tokenizer = load_model(path)
+    set_seed(seed)  # loading draws random numbers, more of them for a checkpoint than for an exported folder
     torch_device = process_device(device)
     model = model.to(torch_device)
     chosen = sampling_options(model.generation_config, sampling)

@@ -148,6 +148,11 @@ def test_labels_give_logits_too(exported: Path) -> None:
         model(IDS, lables=IDS)
     with pytest.raises(ValueError, match="keeps no attention matrices"):
         model(IDS, output_attentions=True)
+    model.config.output_attentions = True
+    for part in (model, model.base_model):
+        with pytest.raises(ValueError, match="the model keeps no attention matrices"):
+            part(IDS)
+        assert part(IDS, output_attentions=False)[0].shape[:2] == IDS.shape
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from grouped import grouped
+from lightning import Trainer
 from mhla_tasks.language import LanguageModel
 from mhla_tasks.language.chat import Chat
+from mhla_tasks.language.chat import chat as talk
 from mhla_tasks.language.chat_template import CHATML
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import export, load_model
@@ -91,6 +94,30 @@ def test_commands_sample_as_transformers_does(
     answered = answered[:-1] if int(answered[-1]) in stops else answered
     assert chat.conversation.ids == answered.tolist()
     assert tokenizer.chat_template == CHATML
+
+
+@pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.parametrize("seed", [0, 7])
+def test_one_seed_gives_one_text_from_a_checkpoint_and_its_export(
+    command: str, seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading a checkpoint draws random numbers for a model whose weights it then replaces."""
+    module = run_model(GenerationOptions())
+    trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, enable_model_summary=False)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    export(module, tmp_path / "exported")
+    texts = []
+    for name in ("last.ckpt", "exported"):
+        capsys.readouterr()
+        if command == "generate":
+            continue_prompts(str(tmp_path / name), "The river runs", 12, {}, seed, "cpu")
+        else:
+            monkeypatch.setattr("sys.stdin", io.StringIO("Well?\nAnd?\n"))
+            talk(str(tmp_path / name), None, 12, {}, seed, "cpu")
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert len(texts[0]) > 10
 
 
 @pytest.mark.parametrize(
