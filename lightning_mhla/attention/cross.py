@@ -27,8 +27,9 @@ class CrossAttention(nn.Module):
     implements this computation in :meth:`attend`. The layer then applies an RMSNorm to each head's output, multiplies by a
     gate, and projects the result. Norm and gate are optional.
 
-    A layout with ``block_size`` is a sequence. Each call may have fewer tokens than the layout, or any number if the mixing
-    coefficients allow it. Other layouts are grids, and each call must have exactly as many tokens as the grid.
+    A layout with ``block_size`` and without prefix tokens is a sequence, and calls may have any number of tokens. Only the
+    kind mhla with dense mixing coefficients has a limit: the number of blocks for which the layer was built. With any other
+    layout, each call must have exactly as many tokens as the layout.
 
     Args:
         dim: width of the tokens.
@@ -142,8 +143,8 @@ class CrossAttention(nn.Module):
             mask: mask of visible tokens, ``[B, Nq]`` bool. Outputs of hidden tokens are zero. None if all tokens are visible.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool. Hidden tokens do not influence the outputs, even if
                 they contain NaN. None if all are visible. The attention outputs of a row without visible context are zero.
-            start: number of tokens of the sequence before ``x``, for generation piece by piece. Only for a layout with
-                ``block_size``.
+            start: number of tokens of the sequence before ``x``, for generation piece by piece. Must be 0 unless the
+                layout of the queries is a sequence.
             projections: projections to use if the layer has none of its own; None for the layer's own.
             layout: layout of the queries for this call only; None for the layout of the last :meth:`fit`.
             context_layout: layout of the context for this call only; None for the layout of the last :meth:`fit`.
@@ -152,8 +153,9 @@ class CrossAttention(nn.Module):
             Outputs in the shape and order of ``x``.
 
         Raises:
-            ValueError: if the number of tokens is zero or does not fit the layout, if masks do not fit the tokens, or if
-                summaries were computed by a different layer, or differ from the queries in rows, heads or widths.
+            ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative or not supported by
+                the layout, if masks do not fit the tokens, or if summaries were computed by a different layer, differ from the
+                queries in rows, heads or widths, or are given together with ``context_mask`` or ``context_layout``.
         """
         check_mask("mask", mask, x)
         queries = place("query", self.query_order, layout, x, start)

@@ -132,7 +132,7 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
 
     Raises:
         ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative, or if it is not 0 for
-            a layout without ``block_size``.
+            a layout without ``block_size`` or with prefix tokens.
     """
     chosen, tokens = order.layout if layout is None else layout, x.shape[1]
     if chosen.block_size is None or chosen.prefix_tokens:

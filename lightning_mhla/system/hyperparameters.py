@@ -55,6 +55,9 @@ class LoggedApart(HyperparametersMixin):
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers: prefixed names, ``***`` in place of secrets, and no names that start with ``_``."""
+        """Hyperparameters for loggers, under names such as ``model/train``.
+
+        Secrets are replaced with ``***``. Hyperparameters whose names start with ``_`` are left out.
+        """
         options = redacted(dict(super().hparams_initial))
         return {f"{self.logged_as}/{name}": value for name, value in options.items() if name[0] != "_"}

@@ -202,15 +202,15 @@ class SampleFolder(Callback):
         """Find the samples whose files do not exist yet.
 
         Args:
-            rows: dict for each requested sample, with ``file``, ``prompt`` and ``index``, and either ``seed`` or, for a clip to
-                continue, ``video`` (digest of the clip).
+            rows: dict for each requested sample, with ``file``, ``prompt`` and ``index``, and either ``seed`` or, if the sample
+                continues a clip, ``video`` (digest of that clip).
 
         Returns:
             Positions in ``rows`` of the missing samples.
 
         Raises:
-            ValueError: if the JSON Lines file of the samples records that a file was drawn for different values, such as a
-                different prompt or seed.
+            ValueError: if the JSON Lines file of the samples records different values for one of the files, such as a different
+                prompt or seed.
         """
         recorded_rows = {row["file"]: row for row in self._lines()}
         for row in rows:

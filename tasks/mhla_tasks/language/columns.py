@@ -1,4 +1,4 @@
-"""Readers of one column of texts or dialogues in JSON lines, JSON, CSV, TSV and Parquet files, row by row.
+"""Readers of one column of texts or dialogues in JSON lines, JSON, CSV, TSV, Parquet and plain text files, row by row.
 
 The values in other columns may have any type.
 """
@@ -51,9 +51,10 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
         column: name of the column that holds the texts or dialogues.
         kind: format of the table, one of those below; None to use the format that the file suffix indicates.
 
-            * ``jsonl``, ``csv``, ``tsv`` or ``parquet``.
-            * ``json``: an array of objects, an object, or JSON lines.
-            * ``lines``: plain text in which each line is a row.
+            * ``jsonl`` or ``parquet``.
+            * ``csv`` or ``tsv``: the first row holds the names of the columns, and every value is a text.
+            * ``json``: an array of objects, a single object, or JSON lines. Each object is a row. An array is loaded at once.
+            * ``lines``: plain text in which each line is a row; ``column`` is ignored.
 
     Returns:
         Iterator over tuples of the location of a row, for error messages, and its document, which is None for a null. Blank
@@ -62,8 +63,8 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
     Raises:
         MissingColumnError: if the table or a row lacks the column.
         OSError: if the file cannot be read.
-        ValueError: if the format is unknown, the file is broken, or a value is neither text nor a dialogue. The message
-            names the file and the line, item or row.
+        ValueError: if ``kind`` is None and the suffix indicates none of these formats, the file is broken, or a value is
+            neither text nor a dialogue. The message names the file and, where possible, the line, item or row.
     """
     kind = kind or table_kind(source)
     if kind is None:
