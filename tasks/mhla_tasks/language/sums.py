@@ -44,7 +44,7 @@ class Answers(Metric):
 
         Args:
             right: mask that is True for correct answers, ``[n]`` bool.
-            groups: index of the group of each answer, ``[n]`` int64.
+            groups: index of the group of each answer, from 0 to 255, ``[n]`` int64.
         """
         self.right += torch.bincount(groups[right], minlength=MOST)
         self.asked += torch.bincount(groups, minlength=MOST)
@@ -61,8 +61,10 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
     name without an underscore has no common name.
 
     Args:
-        counts: number of correct answers (row 0) and of questions (row 1) in each group, ``[2, 256]``.
-        names: names of the groups, in the order of ``counts``, such as ``pairs4`` or ``tokens512_depth0``.
+        counts: number of correct answers (row 0) and of questions (row 1) in each group, such as the result of
+            :meth:`Answers.compute`, ``[2, 256]``.
+        names: names of the groups, in the order of ``counts``, such as ``pairs4`` or ``tokens512_depth0``. There may be fewer
+            than 256 names; the remaining columns of ``counts`` are ignored.
 
     Returns:
         Accuracies from 0 to 1 under keys such as ``accuracy``, ``accuracy_tokens512_depth0`` and ``accuracy_tokens512``. Groups
@@ -105,15 +107,16 @@ class TextSums(nn.Module):
 
         Args:
             stage: purpose of the batches, such as ``"val"`` for validation; named in the error message.
-            groups: names of the groups by which answers are counted; empty if there are no questions.
+            groups: names of the groups by which answers are counted, in the order of their indices, at most 256; empty if the
+                data has no questions.
 
         Returns:
             Metrics by name:
 
             * ``loss``, in nats per token; ``perplexity``; and ``samples``, the number of samples.
             * ``bits_per_byte``, if the number of bytes of text is known.
-            * ``accuracy`` over all questions, and the accuracy of each group, such as ``accuracy_pairs4``, if ``groups`` is not
-              empty.
+            * The accuracies that :func:`shares` computes, such as ``accuracy`` over all questions and ``accuracy_pairs4``, if
+              ``groups`` is not empty.
 
         Raises:
             ValueError: if no token counts toward the loss, or the loss is not finite.
