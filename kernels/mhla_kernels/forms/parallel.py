@@ -4,9 +4,9 @@ The number of operations grows with N squared. Two large matrix products take mo
 fastest one for up to a few hundred tokens. Tokens stay where they are: the coefficients are expanded to pairs of tokens, once
 for all batch rows, instead of moving the tokens of each row into blocks.
 
-On a CPU, attention is computed in parts, so that the weights of a part fit into the cache of a core. A part is one or more batch
-rows with all heads, or some of the heads of one batch row. The backward pass computes the weights again, which is faster than
-reading them from memory.
+On a CPU, attention is computed in parts, so that the weights of a part fit into the cache of a core. A part is one or more
+batch rows with all heads, or some of the heads of one batch row. The backward pass computes the weights again, which is faster
+than reading them from memory.
 
 Shape letters: B batch, H heads, P heads of a part (the sum over its batch rows), N queries, J keys (N in self-attention),
 M blocks, K key width, V value width.
