@@ -13,7 +13,7 @@ from mhla_tasks.language.tokenizer import load_tokenizer, unpack_tokenizer
 def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """Describe a token index that stands for different text in two tokenizers.
 
-    Tokens that one of the tokenizers lacks are no conflict. Tokens that were added to a trained vocabulary are not compared,
+    A token that one of the tokenizers lacks is not a conflict. Tokens that were added to a trained vocabulary are not compared,
     because chat models rename the reserved ones among them.
 
     Args:

@@ -205,6 +205,25 @@ def generate(parser: ArgumentParser) -> Run:
         "--max_new_tokens", type=int, help="maximum number of tokens to generate (default: 256, or the model's limit)"
     )
     parser.add_argument(
+        "--control_tokens",
+        action="store_true",
+        help="encode the text of a control token in the prompt, such as <|im_start|>, as this token, for prompts from a chat "
+        "template (default: as text)",
+    )
+    _add_sampling(parser)
+
+    def run(args: Namespace) -> None:
+        from mhla_tasks.language.generate import continue_prompts
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "control_tokens")}
+        continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
+
+    return run
+
+
+def _add_sampling(parser: ArgumentParser) -> None:
+    """Add the options of commands that sample text: how tokens are chosen, the seed, the device, and ``--allow``."""
+    parser.add_argument(
         "--temperature",
         type=float,
         help="sampling temperature; 0 for the most likely token (default: the value saved with the model, or 0.8)",
@@ -219,23 +238,9 @@ def generate(parser: ArgumentParser) -> Run:
         type=float,
         help="sample from the most likely tokens with this total probability (default: the value saved with the model, or 1)",
     )
-    parser.add_argument(
-        "--control_tokens",
-        action="store_true",
-        help="encode the text of a control token in the prompt, such as <|im_start|>, as this token, for prompts from a chat "
-        "template (default: as text)",
-    )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
     parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
     add_allow(parser)
-
-    def run(args: Namespace) -> None:
-        from mhla_tasks.language.generate import continue_prompts
-
-        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "control_tokens")}
-        continue_prompts(args.model, args.prompt, args.max_new_tokens, sampling, args.seed, args.device)
-
-    return run
 
 
 def chat(parser: ArgumentParser) -> Run:
@@ -252,24 +257,7 @@ def chat(parser: ArgumentParser) -> Run:
     parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
     parser.add_argument("--system", metavar="TEXT", help="system message, if the chat template supports one")
     parser.add_argument("--max_new_tokens", type=int, help="maximum number of tokens of a reply (default: 512)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        help="sampling temperature; 0 for the most likely token (default: the value saved with the model, or 0.8)",
-    )
-    parser.add_argument(
-        "--top_k",
-        type=int,
-        help="sample from the k most likely tokens; 0 for all (default: the value saved with the model, or 50)",
-    )
-    parser.add_argument(
-        "--top_p",
-        type=float,
-        help="sample from the most likely tokens with this total probability (default: the value saved with the model, or 1)",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
-    parser.add_argument("--device", help="cpu or cuda (default: a GPU if there is one)")
-    add_allow(parser)
+    _add_sampling(parser)
 
     def run(args: Namespace) -> None:
         from mhla_tasks.language.chat import chat as talk
