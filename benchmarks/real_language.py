@@ -108,7 +108,8 @@ STEPS = (24, 40)
 
 RECIPE: dict[str, tuple[float, str]] = {
     "match_lr": (0.03, "learning rate of the first stage"),
-    "tune_lr": (1e-4, "learning rate of the second stage, 10 times that for what was added"),
+    "tune_lr": (1e-4, "learning rate of the second stage"),
+    "new_lr": (10.0, "learning rate of what was added in the second stage, as a multiple of tune_lr"),
     "length": (CONTEXT, "tokens of a sample of the second stage"),
     "lora": (0, "rank of adapters to train in place of all weights in the second stage, 0 for all weights"),
     "distill": (0.0, "weight of the divergence from the original's predictions in the second stage, 0 for none"),
@@ -385,7 +386,7 @@ def run_row(
         distance = F.kl_div(scores.log_softmax(-1), targets, log_target=True, reduction="batchmean")
         return loss + options.distill * distance
 
-    groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": 10 * options.tune_lr}]
+    groups = [{"params": others, "lr": options.tune_lr}, {"params": added, "lr": options.new_lr * options.tune_lr}]
     groups = [group for group in groups if group["params"]]
     steps = measured_steps(options.steps[1], options.curve)
     curve: dict[str, Any] = {}
