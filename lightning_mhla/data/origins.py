@@ -27,11 +27,20 @@ from rich.progress import track
 from lightning_mhla.data.lines import iterate_lines
 from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_whole, written_whole
-from lightning_mhla.system.listing import shown
+from lightning_mhla.system.listing import is_visible, shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
+
+MODEL_FILES = "model_files"
+"""Name of the option that holds the digest of the model which encodes the samples. Records of earlier versions lack it."""
+
+MODEL_PARTS = (".", "vae", "text_encoder", "tokenizer")
+"""Folders inside a model's folder whose files encode images, clips and captions. A transformer, for example, does not."""
+
+END = 1 << 16
+"""Number of bytes at the beginning and the end of a model's file that its digest covers; training changes all weights."""
 
 PACKED = 64
 """Maximum compression ratio of a record of origins; gzip compresses digests by a factor of 2, zeros by a factor of 1,000."""
@@ -50,6 +59,31 @@ class Origin:
     name: str
     files: tuple[Path, ...] = ()
     note: str = ""
+
+
+def model_digest(path: str) -> str | None:
+    """Return a digest of the model that encodes samples, which changes if the model in a folder is replaced.
+
+    Args:
+        path: folder of an autoencoder or a pipeline, or a name on the hub.
+
+    Returns:
+        Digest of the names, the sizes and the ends of the files that encode samples; None if the path is not a folder.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for part in MODEL_PARTS:
+        files = sorted(file for file in (folder / part).glob("*") if file.is_file() and is_visible(file.name))
+        for file in files:
+            size = file.stat().st_size
+            with file.open("rb") as stream:
+                ends = stream.read(END)
+                stream.seek(max(size - END, 0))
+                ends += stream.read()
+            digest.update(f"{part}/{file.name} {size}\n".encode(errors="surrogateescape") + ends)
+    return digest.hexdigest()
 
 
 def shard_origins(shards: Sequence[Path]) -> list[Origin]:
@@ -142,14 +176,16 @@ def resume_order(
             f"{remedy}choose another folder or --prefix"
         )
     begun_with, lines = written
+    model_changed = begun_with.get(MODEL_FILES, options.get(MODEL_FILES)) != options.get(MODEL_FILES)
+    compared = {name: value for name, value in options.items() if name != MODEL_FILES}
     samples = _compare(lines, origins, _places(shards, len(lines), per_shard))
     used = [sample for sample in samples if sample.place == USED]
     changes = {
-        "changed": [sample.name for sample in used if sample.changed],
+        "changed": ["files of the model"] * model_changed + [sample.name for sample in used if sample.changed],
         "added": sorted({origin.name for origin in origins} - {sample.name for sample in samples}),
         "removed": [sample.name for sample in used if sample.origin is None],
     }
-    if message := _describe(begun_with, options, changes):
+    if message := _describe(begun_with, compared, changes):
         raise ValueError(
             f"{shards.folder / shards.prefix}-*.tar were made from different files or options ({message}); --force makes them "
             "again, or choose another folder or --prefix"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -17,8 +18,10 @@ import pytest
 from mhla_tasks.commandline import registry
 from PIL import Image
 from processes import fork_server
+from safetensors.torch import load_file, save_file
 from shipped_small import save_clips, save_images, save_models, save_texts
 
+from lightning_mhla.data.origins import MODEL_FILES, model_digest
 from lightning_mhla.data.write import Preparation
 
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("caption-latents", "clip-latents")]
@@ -352,3 +355,54 @@ def test_calls_that_were_killed_leave_no_wrong_shard(expected: str, tmp_path: Pa
     Writer(folder).end()
     assert set(digests(folder).values()) == {expected}
     assert not list(folder.glob("*-0000.tar.part"))
+
+
+def resave(file: Path) -> None:
+    """Multiply all weights of a file by 1.5, as training would change them, without a change of the file's size."""
+    save_file({name: 1.5 * tensor for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("kind", "option", "part"), [
+    ("latents", "--vae", "."), pytest.param("caption-latents", "--model", "vae", marks=pytest.mark.long),
+    pytest.param("caption-latents", "--model", "text_encoder", marks=pytest.mark.long),
+    pytest.param("clip-latents", "--model", "vae", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_model_that_changed_in_its_folder_is_named(
+    kind: str, option: str, part: str, world: Path, tmp_path: Path
+) -> None:
+    words = command(kind, world, source_of(kind, world, tmp_path), tmp_path / "out")
+    place = words.index(option) + 1
+    words[place] = str(shutil.copytree(words[place], tmp_path / "model"))
+    registry.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", words)
+    resave(next((tmp_path / "model" / part).glob("*.safetensors")))
+    with pytest.raises(SystemExit, match=r"made from different files or options \(changed: files of the model\)"):
+        registry.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", [*words, "--force"])
+    registry.run(f"prepare {kind}", words)
+
+
+def test_shards_of_earlier_versions_are_resumed_without_a_digest_of_the_model(world: Path, tmp_path: Path) -> None:
+    words = command("latents", world, source_of("latents", world, tmp_path), tmp_path / "out")
+    registry.run("prepare latents", words)
+    record = tmp_path / "out/train-origins.jsonl.gz"
+    options, *lines = gzip.decompress(record.read_bytes()).decode().splitlines(keepends=True)
+    earlier = {name: value for name, value in json.loads(options).items() if name != MODEL_FILES}
+    record.write_bytes(gzip.compress((json.dumps(earlier) + "\n" + "".join(lines)).encode()))
+    written = digests(tmp_path / "out")
+    registry.run("prepare latents", words)
+    assert digests(tmp_path / "out") == written
+
+
+@pytest.mark.parametrize(("file", "same"), [
+    ("vae/model.safetensors", False), ("text_encoder/config.json", False), ("tokenizer/tokenizer.json", False),
+    ("model.safetensors", False), ("transformer/model.safetensors", True), ("vae/.hidden", True),
+])  # fmt: skip
+def test_the_digest_of_a_model_covers_what_encodes_samples(file: str, same: bool, tmp_path: Path) -> None:
+    for name in ("vae/config.json", file):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(200_000))
+    digest = model_digest(str(tmp_path))
+    (tmp_path / file).write_bytes(bytes(199_999) + b"x")
+    assert (model_digest(str(tmp_path)) == digest) == same
+    assert model_digest("some/name-on-the-hub") is None

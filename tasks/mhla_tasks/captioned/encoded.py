@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets, find_shards
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles, caption_members
 from lightning_mhla.data.loader import sample_groups
-from lightning_mhla.data.origins import Origin, sample_key, shard_origins
+from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
 from lightning_mhla.data.shards import beside_shard, holds_shards
 from lightning_mhla.data.write import Preparation, array_bytes, readable
@@ -249,7 +249,7 @@ def encode_samples(
     Args:
         source: samples to encode.
         options: options that the latents and embeddings depend on, such as the image size. They are recorded in
-            ``manifest.json``, so JSON must be able to represent the values.
+            ``manifest.json``, so JSON must be able to represent the values. ``model`` is the folder or name of the pipeline.
         target: path of the folder of shards, created if missing.
         encode: function that encodes a batch of pixels ``[B, 3, ...]`` as latents ``[B, C, ...]``. It is called with ``B = 1``.
         captions: encoder of the captions.
@@ -268,7 +268,7 @@ def encode_samples(
             since.
         BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
     """
-    made_with = {"per_shard": per_shard, **options}
+    made_with = {"per_shard": per_shard, **options, MODEL_FILES: model_digest(options["model"])}
     with Preparation(
         target, prefix, made_with, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
     ) as call:

@@ -13,7 +13,7 @@ import torch
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
 from lightning_mhla.data.classes import data_set_classes, write_classes
 from lightning_mhla.data.images import CLASSES, LabelledFolder, ShardImages, shard_classes
-from lightning_mhla.data.origins import Origin, sample_key, shard_origins
+from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.shards import holds_shards
 from lightning_mhla.data.write import Preparation, array_bytes, grouped, readable
 from lightning_mhla.generative.codecs import LatentCodec
@@ -81,7 +81,13 @@ def encode_images(
         ValueError: if the folder holds shards that were written with different options, or from images that have changed since.
         BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
     """
-    options = {"per_shard": per_shard, "image_size": image_size, "vae": vae.path, "scale": vae.scale(device)}
+    options = {
+        "per_shard": per_shard,
+        "image_size": image_size,
+        "vae": vae.path,
+        "scale": vae.scale(device),
+        MODEL_FILES: model_digest(vae.path),
+    }
     with Preparation(
         target, prefix, options, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
     ) as call:
