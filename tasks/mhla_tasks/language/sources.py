@@ -149,6 +149,9 @@ class TokenWindows:
         separate_documents: whether samples mark where documents begin, so that tokens attend to their own document only.
         assistant_only_loss: whether samples mark the tokens that belong to plain texts or to messages of the assistant, so that
             the loss counts these only.
+
+    Raises:
+        ValueError: if no sequence has ``context + 1`` tokens.
     """
 
     def __init__(
@@ -165,6 +168,12 @@ class TokenWindows:
         self.ends = np.cumsum(windows)
         bounds = np.cumsum([0, *runs.run_shards])
         self.shard_sizes: Sequence[int] = [sum(windows[a:b]) for a, b in pairwise(bounds)]
+        if not len(self):
+            name, longest = runs.describe(0) if runs.lengths else "the text", max(runs.lengths, default=0)
+            raise ValueError(
+                f"{name}: no sequence of tokens is long enough for a sample; the longest has {longest} tokens, a sample "
+                f"context + 1 = {context + 1}; give more text, or lower --data.context"
+            )
 
     def __len__(self) -> int:
         """Return the number of windows of tokens in the data set."""

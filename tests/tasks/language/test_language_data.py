@@ -336,11 +336,40 @@ def test_a_part_of_the_documents(sources: list[str], tokenizer: Any, tmp_path: P
     assert found.tolist() == np.concatenate(wanted).tolist()
 
 
-@pytest.mark.parametrize(("length", "wanted"), [(0, 0), (64, 0), (65, 1), (128, 1), (129, 2)])
+@pytest.mark.parametrize(("length", "wanted"), [(65, 1), (128, 1), (129, 2)])
 def test_windows_are_whole_at_the_end_of_the_text(length: int, wanted: int) -> None:
     runs = ArrayRuns(np.zeros(length, dtype=np.int64), np.arange(min(length, 1)), "text")
     windows = TokenWindows(runs, 64, np.ones(1, dtype=np.int64), separate_documents=False)
     assert [len(windows[index]["tokens"]) for index in range(len(windows))] == [65] * wanted
+
+
+@pytest.mark.parametrize("place", ["array", "nothing", "train", "validate", "stream"])
+def test_text_that_is_shorter_than_one_sample(place: str, tokenizer: Any, tmp_path: Path) -> None:
+    text = "one short line"
+    (tmp_path / "short.txt").write_text(text)
+    write(tmp_path / "out", [str(tmp_path / "short.txt")], tokenizer)
+    length = len(tokenizer(text)["input_ids"]) + 1
+    shards, folder = str(tmp_path / "out"), str(tmp_path / "out" / "tokenizer")
+    texts = {"data_files": str(tmp_path / "short.txt"), "val_documents": 1}
+    calls: dict[str, Any] = {
+        "array": lambda context: TokenWindows(
+            ArrayRuns(np.zeros(length), np.zeros(1, int), "text"), context, np.ones(1), False
+        ),
+        "nothing": lambda context: TokenWindows(
+            ArrayRuns(np.zeros(0), np.zeros(0, int), "text"), context, np.ones(1), False
+        ),
+        "train": lambda context: TokenShards(shards, shards, context=context).windows("train"),
+        "validate": lambda context: TokenShards(shards, shards, context=context).windows("validate"),
+        "stream": lambda context: HubText(path="text", tokenizer=folder, context=context, **texts).windows("validate"),
+    }
+    where = {"array": "text", "nothing": "text", "stream": "the first documents"}.get(place, r".*train-00000\.tar")
+    tokens = 0 if place == "nothing" else length
+    with pytest.raises(
+        ValueError, match=rf"{where}.*longest has {tokens} tokens, .* = {length + 1}; .*--data\.context"
+    ):
+        calls[place](length)
+    if place != "nothing":
+        assert len(calls[place](length - 1)) == 1
 
 
 @pytest.mark.parametrize(
