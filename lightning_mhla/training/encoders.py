@@ -24,6 +24,7 @@ from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_traine
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.lightning_private import saved_hyperparameters
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.training.encoder_libraries import describe_encoder, library_of, load_encoder
 from lightning_mhla.training.linearize import Linearization, ScoringHost
 from lightning_mhla.training.module import TrainingModule
@@ -59,8 +60,7 @@ class EncoderDistillation:
     def __post_init__(self) -> None:
         weights = ("tokens_weight", "embedding_weight", "similarity_weight")
         for name in ("layer_steps", *weights):
-            if getattr(self, name) < 0:
-                raise ValueError(f"distillation.{name}={getattr(self, name)} must not be negative")
+            check_range("distillation.", least=0, **{name: getattr(self, name)})
         if not any(getattr(self, name) for name in weights):
             raise ValueError(f"one of distillation.{', distillation.'.join(weights)} must be positive")
 

@@ -44,6 +44,7 @@ from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.fidelity.features import DigitFeatures, RandomFeatures
 from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.training.encoders import EncoderDistillation
 from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.options import TrainingOptions
@@ -139,7 +140,7 @@ FOLDERS = {"train": "a", "val": "b"}
 
 REQUIRED: dict[Any, dict[str, Any]] = {
     AssociativeRecall: {}, AttentionConfig: {}, AugmentConfig: {}, ContinuationSampling: {}, DecoderShape: {}, DiGConfig: {},
-    DiTSamplingConfig: {}, DiTShape: {}, DistillationConfig: {}, ErrorsConfig: {}, FlowConfig: {}, FrameShape: {},
+    DiTSamplingConfig: {}, DiTShape: {}, DistillationConfig: {}, EncoderDistillation: {}, ErrorsConfig: {}, FlowConfig: {}, FrameShape: {},
     GenerationOptions: {}, ImageClassifier: {"attention": AttentionConfig(kind="linear"), "num_classes": 2, "size": "tiny"},
     ImageShards: FOLDERS, LatentShards: FOLDERS, MixupConfig: {}, OptimizerConfig: {}, ProcessConfig: {}, Recovery: {},
     SanaSamplingConfig: {}, TrainingOptions: {}, TransferOptions: {}, VideoFolders: FOLDERS, VideoShards: FOLDERS,
