@@ -27,6 +27,7 @@ from mhla_kernels.state import (
     BlockState,
     MHLAState,
     by_groups,
+    check_state,
     close,
     empty_tensors,
     groups_of_rows,
@@ -181,6 +182,7 @@ def mhla_step(
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_causal(causal)
+    check_state(state, MHLAState, "mhla_prefill")
     block_size = check_block_size(block_size)
     if causal == "block":
         check_one_block(q, k, v, block_size)

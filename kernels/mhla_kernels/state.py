@@ -354,6 +354,14 @@ class Draft:
         return self.begun.with_tensors(self.tensors, lengths, owned)
 
 
+def check_state(state: Any, kind: type[BlockState], prefill: str) -> None:
+    """Raise ValueError unless a state is an instance of ``kind``, which the function named ``prefill`` makes."""
+    if not isinstance(state, kind):
+        raise ValueError(
+            f"state is {type(state).__name__}, not {kind.__name__}; {prefill} makes that of the first tokens"
+        )
+
+
 @dataclass(frozen=True, eq=False)
 class MHLAState(BlockState):
     """Generation state that :func:`mhla_prefill` and :func:`mhla_step` take and return.

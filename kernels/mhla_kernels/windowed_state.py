@@ -39,7 +39,16 @@ from mhla_kernels.generation import (
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
 from mhla_kernels.problem import Problem, repeat
-from mhla_kernels.state import BlockState, Draft, StateKind, by_groups, empty_tensors, groups_of_rows, kind_of
+from mhla_kernels.state import (
+    BlockState,
+    Draft,
+    StateKind,
+    by_groups,
+    check_state,
+    empty_tensors,
+    groups_of_rows,
+    kind_of,
+)
 from mhla_kernels.windowed import CausalWindow, check_sink_queries, check_window, heads_last, nothing_far
 from mhla_kernels.windowed_blocks import InBlocks
 
@@ -248,6 +257,7 @@ def mhla_window_step(
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
     check_one_token(q, k, v)
+    check_state(state, MHLAWindowState, "mhla_window_prefill")
     check_sink_queries(sink_q, q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     q, k, v, f, g = (x[:, None] for x in (q, k, v, q_features, k_features))

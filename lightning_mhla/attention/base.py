@@ -307,9 +307,11 @@ class Attention(AttentionKind):
             layout: token layout for this call only; None for the layer's own layout.
 
         Raises:
-            ValueError: if the number of tokens does not fit the layout or exceeds the maximum sequence length, or if arguments
-                exclude each other.
+            ValueError: if the number of tokens does not fit the layout or exceeds the maximum sequence length, or if ``x`` does
+                not have three axes, or arguments exclude each other.
         """
+        if x.dim() != 3:
+            raise ValueError(f"x is {list(x.shape)}; it must be [batch, tokens, width]")
         if share is not None and (self.causal is not True or key_mask is not None or cu_seqlens is not None):
             raise ValueError(
                 "a sequence spread over processes is causal (not block-causal), without padding and not packed"

@@ -154,6 +154,14 @@ def test_a_donated_state_takes_its_memory_along(family: Family) -> None:
             state = after
 
 
+def test_a_step_needs_a_state_of_its_kind(family: Family, mixing: Any) -> None:
+    inputs = tokens(family, 4)
+    others = [other for other in FAMILIES.values() if other is not family]
+    for state in (None, (), *(begun(other, tokens(other, 4), 4, mixing) for other in others)):
+        with pytest.raises(ValueError, match=f"state is {type(state).__name__}, not MHLA.*State; mhla_.*prefill makes"):
+            step(family, inputs, 0, mixing, state)
+
+
 def test_a_donated_state_is_of_no_more_use(family: Family, mixing: Any) -> None:
     inputs = tokens(family, 12)
     state = begun(family, inputs, 6, mixing)

@@ -297,6 +297,9 @@ def test_layers_refuse() -> None:
         MHLA(16, 3, layout)
     with pytest.raises(ValueError, match="9 tokens for a layout of 16"):
         MHLA(16, 2, layout)(torch.randn(1, 9, 16))
+    for x in (torch.randn(16, 16), torch.randn(1, 2, 16, 16), torch.randn(16)):
+        with pytest.raises(ValueError, match=r"x is \[.*16\]; it must be \[batch, tokens, width\]"):
+            MHLA(16, 2, layout)(x)
     with pytest.raises(ValueError, match="norm='batch'"):
         Block(16, 2, layout, AttentionConfig(block_grid=[2, 2]), norm="batch")  # type: ignore[arg-type]
 
