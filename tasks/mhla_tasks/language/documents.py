@@ -264,7 +264,7 @@ def encode_document(ids: list[int], tokenizer: PreTrainedTokenizerBase) -> np.nd
     begin = end if tokenizer.bos_token_id is None else tokenizer.bos_token_id
     if begin is None:
         raise ValueError(
-            "the tokenizer has neither a bos nor an eos token, so documents could not be distinguished; add one, for example by "
-            "tokenizer.add_special_tokens({'eos_token': '<|endoftext|>'}) and tokenizer.save_pretrained"
+            "the tokenizer has neither a bos nor an eos token, so documents could not be distinguished; add one, for "
+            "example by tokenizer.add_special_tokens({'eos_token': '<|endoftext|>'}) and tokenizer.save_pretrained"
         )
     return np.array([begin, *ids, *([] if end in (None, begin) else [end])], dtype=np.int64)
