@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -378,6 +379,9 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`mhla_window` in all layers, blocks of 256, distilled": "mhla_window-256-seed-0-distill-1",
         "`mhla_window` in all layers, blocks of 256, LoRA of rank 8": "mhla_window-256-seed-0-tune_lr-0.001-lora-8",
         "`mhla_window` in all layers, 4 sinks, blocks of 32": "mhla_window-32-seed-0",
+        "`mhla_window` in 22 layers, blocks of 256, chosen on 4,096 tokens": "mhla_window-256-seed-0-0.25-kept-choose-4096",
+        "`mhla_window` in all layers, new parameters learn ten times faster": "mhla_window-seed-0-new_lr-100",
+        "`mhla_window` in all layers, features that keep norms": "mhla_window-norms-seed-0",
         "`mhla` in all layers, without a window, learned features": "mhla-seed-0",
         "the window and the sinks alone, blocks of 32": "window-32-seed-0",
         "`linear` in all layers, learned features": "linear-seed-0",
@@ -424,6 +428,37 @@ def test_the_guide_shows_smollm2_trained_on_longer_samples() -> None:
     assert f"has {softmax['1024'][0]:.2f} and {softmax['4096'][0]:.2f}" in text
     more = [f"{one / other - 1:.0%}" for one, other in zip(linear["4096"], softmax["4096"], strict=True)]
     assert f"is {more[0]}: {more[1]} in the first quarter of the positions, and {more[4]} in the last" in text
+
+
+def test_the_guide_shows_the_learning_curve_of_smollm2() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs/guides/linearize.md").read_text()
+    softmax, linear = (
+        json.loads((root / f"benchmarks/results/real-language/{name}-seed-0-curve-5-60-and-480-steps.json").read_text())
+        for name in ("softmax", "mhla_window-256")
+    )
+    assert list(softmax["steps"]) == list(linear["steps"]) == ["30", "60", "120", "240", "480"]
+    distances = []
+    for step, original in softmax["steps"].items():
+        replaced = linear["steps"][step]
+        cells = [f"{row['1024'][0]:.2f}, {row['4096'][0]:.2f}" for row in (original, replaced)]
+        distances.append([replaced[tokens][0] / original[tokens][0] - 1 for tokens in ("1024", "4096")])
+        cells.append(", ".join(f"{distance:.1%}" for distance in distances[-1]))
+        assert f"| {int(step) * 1024:,} | {' | '.join(cells)} |" in text, step
+    tokens = np.log([int(step) * 1024 for step in softmax["steps"]])
+    slope, offset = np.polyfit(tokens[-3:], [far for _, far in distances[-3:]], 1)
+    assert f"reaches zero at {np.exp(-offset / slope) / 1e6:.1f} million tokens" in text
+    first, *_, last = (
+        [
+            one / other - 1
+            for one, other in zip(linear["steps"][step]["4096"], softmax["steps"][step]["4096"], strict=True)
+        ]
+        for step in softmax["steps"]
+    )
+    assert f"{-last[1]:.0%} ahead in the first quarter of the positions, and {last[4]:.0%} behind in the last" in text
+    assert f"({first[4]:.0%} after 30,720 tokens)" in text
+    minutes = [sum(row[part]["seconds"] for part in ("match", "tune") if part in row) / 60 for row in (softmax, linear)]
+    assert f"{minutes[0]:.0f} and {minutes[1]:.0f} processor minutes" in text
 
 
 def test_the_guide_shows_smollm2_by_seed() -> None:
