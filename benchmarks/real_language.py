@@ -10,10 +10,11 @@
 
 Each row replaces the attention of the model in one way, matches the new layers to the original ones, trains all weights on the
 documents, and measures the perplexity of held-out documents at 1,024 and 4,096 tokens. The row softmax is the control: the
-original model, trained on the same batches. With ``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out
-documents, one after the other, and is asked for a number that stands in one sentence between them. ``--lora``, ``--distill``,
-``--weights``, ``--length`` and the learning rates vary the recipe. ``--curve`` measures the perplexity during training, too, at
-a constant learning rate. Computed with one thread, in bfloat16 autocast.
+original model, trained on as many batches. Its batches begin with those on which other rows match their layers. With
+``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out documents, one after the other, and is asked for a
+number that stands in one sentence between them. ``--lora``, ``--distill``, ``--weights``, ``--length`` and the learning rates
+vary the recipe. ``--curve`` measures the perplexity during training, too, at a constant learning rate. Computed with one
+thread, in bfloat16 autocast.
 """
 
 # Longer than other modules because rows, recipe, measurements and picture of one study belong together.

@@ -381,6 +381,7 @@ def test_the_guide_shows_the_measured_smollm2() -> None:
         "`mhla_window` in all layers, 4 sinks, blocks of 32": "mhla_window-32-seed-0",
         "`mhla_window` in 22 layers, blocks of 256, chosen on 4,096 tokens": "mhla_window-256-seed-0-0.25-kept-choose-4096",
         "`mhla_window` in all layers, new parameters learn ten times faster": "mhla_window-seed-0-new_lr-100",
+        "`mhla_window` in all layers, attention weights matched too": "mhla_window-seed-0-weights-1",
         "`mhla_window` in all layers, features that keep norms": "mhla_window-norms-seed-0",
         "`mhla` in all layers, without a window, learned features": "mhla-seed-0",
         "the window and the sinks alone, blocks of 32": "window-32-seed-0",
