@@ -268,7 +268,7 @@ class LogFiles:
         for folder, names in self._earlier.items():
             for path in list(folder.iterdir()) if folder.is_dir() else ():
                 if path.name not in (names or ()) and path.name != CONFIG and LOGS.fullmatch(path.name):
-                    path.unlink()
+                    path.unlink(missing_ok=True)
             if names is None:
                 _remove_without_files(folder, (CONFIG,) if configuration else ())
         for table, renamed in self._renamed.items():
@@ -290,9 +290,10 @@ def _remove_without_files(folder: Path, ignored: Collection[str]) -> None:
     files = [path for path in entries if path.is_symlink() or not path.is_dir()]
     if folder.is_dir() and all(path.parent == folder and path.name in ignored for path in files):
         for path in files:
-            path.unlink()
+            path.unlink(missing_ok=True)
         for path in sorted((*(path for path in entries if path not in files), folder), reverse=True):
-            path.rmdir()
+            with suppress(OSError):  # a logger has written again, which must not hide the error of the start
+                path.rmdir()
 
 
 def in_use(path: Path) -> bool:

@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 MODEL_FILES = "model_files"
 """Name of the option that holds the digest of the model which encodes the samples. Records of earlier versions lack it."""
 
-MODEL_PARTS = (".", "vae", "text_encoder", "tokenizer")
-"""Folders inside a model's folder whose files encode images, clips and captions. A transformer, for example, does not."""
+MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt")
+"""Suffixes of the files of a model: configurations, weights and vocabularies, but not, for example, a model card."""
 
 END = 1 << 16
 """Number of bytes at the beginning and the end of a model's file that its digest covers; training changes all weights."""
@@ -61,11 +61,13 @@ class Origin:
     note: str = ""
 
 
-def model_digest(path: str) -> str | None:
+def model_digest(path: str, parts: Sequence[str]) -> str | None:
     """Return a digest of the model that encodes samples, which changes if the model in a folder is replaced.
 
     Args:
         path: folder of an autoencoder or a pipeline, or a name on the hub.
+        parts: folders of the pipeline whose models encode samples, such as ``vae``. If none of them exists, the files in the
+            folder itself count.
 
     Returns:
         Digest of the names, the sizes and the ends of the files that encode samples; None if the path is not a folder.
@@ -74,9 +76,11 @@ def model_digest(path: str) -> str | None:
     if not folder.is_dir():
         return None
     digest = hashlib.blake2b(digest_size=16)
-    for part in MODEL_PARTS:
-        files = sorted(file for file in (folder / part).glob("*") if file.is_file() and is_visible(file.name))
-        for file in files:
+    for part in [part for part in parts if (folder / part).is_dir()] or ["."]:
+        entries = sorted((folder / part).glob("*"))
+        for file in (
+            path for path in entries if path.is_file() and path.suffix in MODEL_SUFFIXES and is_visible(path.name)
+        ):
             size = file.stat().st_size
             with file.open("rb") as stream:
                 ends = stream.read(END)

@@ -74,8 +74,8 @@ class OptimizerConfig:
             )
         if self.warmup_epochs and self.warmup_steps:
             raise ValueError(f"give warmup_epochs={self.warmup_epochs} or warmup_steps={self.warmup_steps}, not both")
-        for betas in self.betas or ():
-            check_range(least=0, below=1, betas=betas)
+        for beta in self.betas or ():
+            check_range(least=0, below=1, betas=beta)
         for name in ("lr", "weight_decay", "eps", "min_lr", "warmup_epochs", "warmup_steps", "mixing_lr_scale"):
             check_range(least=0, **{name: getattr(self, name)})
         check_range(above=0, most=1, layer_decay=self.layer_decay)

@@ -396,13 +396,35 @@ def test_shards_of_earlier_versions_are_resumed_without_a_digest_of_the_model(wo
 
 @pytest.mark.parametrize(("file", "same"), [
     ("vae/model.safetensors", False), ("text_encoder/config.json", False), ("tokenizer/tokenizer.json", False),
-    ("model.safetensors", False), ("transformer/model.safetensors", True), ("vae/.hidden", True),
+    ("model.safetensors", True), ("transformer/model.safetensors", True), ("vae/.hidden", True),
 ])  # fmt: skip
 def test_the_digest_of_a_model_covers_what_encodes_samples(file: str, same: bool, tmp_path: Path) -> None:
     for name in ("vae/config.json", file):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(bytes(200_000))
-    digest = model_digest(str(tmp_path))
+    parts = ["vae", "text_encoder", "tokenizer"]
+    digest = model_digest(str(tmp_path), parts)
     (tmp_path / file).write_bytes(bytes(199_999) + b"x")
-    assert (model_digest(str(tmp_path)) == digest) == same
-    assert model_digest("some/name-on-the-hub") is None
+    assert (model_digest(str(tmp_path), parts) == digest) == same
+    assert model_digest("some/name-on-the-hub", parts) is None
+
+
+def test_the_digest_of_an_autoencoder_ignores_what_does_not_encode(tmp_path: Path) -> None:
+    """The pipeline may get a model card or another text encoder, which image latents do not depend on."""
+    for name in ("vae/config.json", "vae/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(bytes(100))
+    digest = model_digest(str(tmp_path), ["vae"])
+    for name in (
+        "README.md",
+        "model_index.json",
+        "text_encoder/model.safetensors",
+        "vae/README.md",
+        "vae/.gitattributes",
+    ):
+        (tmp_path / name).write_bytes(b"changed")
+        assert model_digest(str(tmp_path), ["vae"]) == digest, name
+    own = model_digest(str(tmp_path / "vae"), ["vae"])
+    (tmp_path / "vae/config.json").write_bytes(b"changed")
+    assert model_digest(str(tmp_path), ["vae"]) != digest
+    assert model_digest(str(tmp_path / "vae"), ["vae"]) != own

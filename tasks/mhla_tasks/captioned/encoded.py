@@ -229,6 +229,10 @@ def open_source(
     return EncodedSource(make_samples(files), kind, files, shard_origins(shards), per_sample=False)
 
 
+ENCODERS = ("vae", "text_encoder", "tokenizer")
+"""Folders of a pipeline whose models encode samples and captions."""
+
+
 def encode_samples(
     source: EncodedSource,
     options: dict[str, Any],
@@ -268,7 +272,7 @@ def encode_samples(
             since.
         BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
     """
-    made_with = {"per_shard": per_shard, **options, MODEL_FILES: model_digest(options["model"])}
+    made_with = {"per_shard": per_shard, **options, MODEL_FILES: model_digest(options["model"], ENCODERS)}
     with Preparation(
         target, prefix, made_with, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
     ) as call:

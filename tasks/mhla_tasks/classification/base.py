@@ -89,7 +89,7 @@ class Classifier(NamesClasses):
             )
         if class_names is not None and len(class_names) != num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
-        check_range(least=0, below=1, label_smoothing=label_smoothing)
+        check_range(least=0, most=1, label_smoothing=label_smoothing)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
         self._shown_names = class_names
         self.preprocessing: Preprocessing | None = None

@@ -45,9 +45,10 @@ class VisionShape:
     mlp_ratio: float = 4.0
 
     def __post_init__(self) -> None:
-        sizes = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "pad_to": self.pad_to}
-        check_range(least=1, patch_size=self.patch_size, **sizes)
-        check_range(above=0, mlp_ratio=self.mlp_ratio)
+        sizes = {"dim": self.dim, "depth": self.depth, "heads": self.heads}
+        check_range("shape.", least=1, patch_size=self.patch_size, **sizes)
+        check_range("shape.", least=0, pad_to=self.pad_to)
+        check_range("shape.", above=0, mlp_ratio=self.mlp_ratio)
 
 
 class ImageClassifier(Classifier):

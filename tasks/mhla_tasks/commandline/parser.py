@@ -203,8 +203,7 @@ class SuiteCLI(LightningCLI):
         """Execute the command by calling the Trainer's method of the same name.
 
         If ``fit`` ends before its first training batch does, the log files that it has written are removed again. After an
-        error, an earlier ``config.yaml`` is restored, and a new log folder removed. An interruption leaves both, so that
-        ``--run_dir`` alone repeats the start.
+        error, a new log folder is removed, too.
         """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)
@@ -223,8 +222,6 @@ class SuiteCLI(LightningCLI):
             saving = saved_configuration(self.trainer)
             if saving is not None and not saving.already_saved and not trains_in_children(self.trainer):
                 logs.remove(configuration=isinstance(error, Exception))
-                if isinstance(error, Exception):
-                    saving.restore()
             raise
 
 

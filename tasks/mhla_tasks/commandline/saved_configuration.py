@@ -64,9 +64,9 @@ set_dumper("yaml", to_yaml)
 class SaveConfig(SaveConfigCallback):
     """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
 
-    A start without a checkpoint writes the file at once, so that ``--run_dir`` alone repeats an interrupted start. A start that
-    resumes from a checkpoint replaces the file only after its first training batch, because the checkpoint, the data and the
-    first batch may reject its options until then. The file therefore always fits the checkpoints of the run.
+    The first start in a folder writes the file at once, so that ``--run_dir`` alone repeats an interrupted start. A later start
+    replaces the file only after its first training batch, because the checkpoint, the data and the first batch may reject its
+    options until then. The file therefore always fits the checkpoints of the run.
 
     ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
     in checkpoints and loggers.
@@ -95,7 +95,6 @@ class SaveConfig(SaveConfigCallback):
         saved = redacted(config.clone())
         saved.run_dir = saved.ckpt_path = None
         super().__init__(parser, saved, *args, **options)
-        self._replaced: tuple[Path, bytes] | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -106,17 +105,8 @@ class SaveConfig(SaveConfigCallback):
         if self.already_saved:
             return
         path = self._path(trainer)
-        if trainer.is_global_zero and (trainer.ckpt_path is None or not path.exists()):
-            if path.exists():
-                self._replaced = path, path.read_bytes()
+        if trainer.is_global_zero and not path.exists():
             self._write(path)
-
-    def restore(self) -> None:
-        """Restore the file of an earlier start that this start has replaced; do nothing if it has replaced none."""
-        if self._replaced is not None:
-            path, content = self._replaced
-            with written_whole(path) as unfinished:
-                unfinished.write_bytes(content)
 
     @override
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:

@@ -49,9 +49,9 @@ class DiTShape:
     mlp_norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
-        check_range(least=1, dim=self.dim, depth=self.depth, heads=self.heads, patch_size=self.patch_size)
-        check_range(above=0, mlp_ratio=self.mlp_ratio, mlp_norm_eps=self.mlp_norm_eps)
-        check_range(least=0, frequency_shift=self.frequency_shift)
+        check_range("shape.", least=1, dim=self.dim, depth=self.depth, heads=self.heads, patch_size=self.patch_size)
+        check_range("shape.", above=0, mlp_ratio=self.mlp_ratio)
+        check_range("shape.", least=0, mlp_norm_eps=self.mlp_norm_eps, frequency_shift=self.frequency_shift)
 
 
 class ClassToImage(NamesClasses, GenerativeModule):

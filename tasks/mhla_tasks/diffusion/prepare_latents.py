@@ -86,7 +86,7 @@ def encode_images(
         "image_size": image_size,
         "vae": vae.path,
         "scale": vae.scale(device),
-        MODEL_FILES: model_digest(vae.path),
+        MODEL_FILES: model_digest(vae.path, ["vae"]),
     }
     with Preparation(
         target, prefix, options, source.origins, per_shard if source.per_sample else None, max_skipped, force, share

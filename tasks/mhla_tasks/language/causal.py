@@ -80,7 +80,7 @@ class CausalLanguageModel(TrainingModule):
         self.tokenizer: Any = None
         self._tokenizer_files: PackedFiles = {}
         self.sums = nn.ModuleDict({"val": TextSums(), "test": TextSums()})
-        self._weights: list[Tensor] = []  # of the batches whose gradients are accumulated
+        self._batch_weights: list[Tensor] = []  # of the batches whose gradients are accumulated
 
     def sampling_settings(self) -> dict[str, Any]:
         """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
@@ -200,7 +200,7 @@ class CausalLanguageModel(TrainingModule):
 
     def on_train_epoch_start(self) -> None:
         """Forget the weights of batches whose gradients an interrupted epoch has accumulated."""
-        self._weights = []
+        self._batch_weights = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the mean cross-entropy of predicting the next token, in nats.
@@ -233,7 +233,7 @@ class CausalLanguageModel(TrainingModule):
         """
         if self.trainer.accumulate_grad_batches == 1:
             return loss
-        self._weights.append(weight)
+        self._batch_weights.append(weight)
         return loss * weight
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
@@ -242,7 +242,7 @@ class CausalLanguageModel(TrainingModule):
         Without this, a batch with few targets would count as much as one with many. Lightning has already divided the
         gradients by ``accumulate_grad_batches``.
         """
-        weights, self._weights = self._weights, []
+        weights, self._batch_weights = self._batch_weights, []
         if weights and (total := torch.stack(weights).sum()):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -411,7 +411,7 @@ class TokenShards(TextData):
         name = self.tokenizer_name or self._beside()
         for folder in dict.fromkeys(shard.parent for shard in self.shards.find(stage)):
             beside = folder / "tokenizer"
-            if str(beside) == str(name) or not beside.is_dir():
+            if not beside.is_dir() or (Path(name).exists() and beside.samefile(name)):
                 continue
             if conflict := vocabulary_conflict(load_tokenizer(beside), self.tokenizer):
                 raise ValueError(

@@ -91,7 +91,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
         except OSError as error:
             raise FileNotFoundError(f"{path} is not a checkpoint, an exported folder or a model on the hub") from error
     if tokenizer is not None:
-        model_tokenizer = _load_replacement(tokenizer, model_tokenizer or pretrained_tokenizer(str(path)))
+        original = pretrained_tokenizer(str(path)) if model_tokenizer is None else model_tokenizer
+        model_tokenizer = _load_replacement(tokenizer, original)
     elif model_tokenizer is None:
         model_tokenizer = load_tokenizer(path)
     return model.eval(), model_tokenizer

@@ -53,8 +53,9 @@ class DecoderShape:
 
     def __post_init__(self) -> None:
         widths = {"key_value_heads": self.key_value_heads, "key_width": self.key_width, "value_width": self.value_width}
-        check_range(least=1, dim=self.dim, depth=self.depth, heads=self.heads, mlp_width=self.mlp_width, **widths)
-        check_range(above=0, initializer_range=self.initializer_range)
+        widths |= {"dim": self.dim, "depth": self.depth, "heads": self.heads, "mlp_width": self.mlp_width}
+        check_range("shape.", least=1, **widths)
+        check_range("shape.", least=0, initializer_range=self.initializer_range)
 
 
 class LanguageModel(CausalLanguageModel):

@@ -6,6 +6,7 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -174,7 +175,7 @@ class RunEncoder:
         self.dtype, self.target = dtype, target
         self.writes_missing = not counts_exactly(tokenizer)
         self.has_warned = False
-        self._encoder = DocumentEncoder(tokenizer, control_tokens)
+        self._tokenizer, self._control_tokens = tokenizer, control_tokens
         self._reply_encoder = ReplyEncoder(tokenizer, control_tokens)
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
@@ -203,3 +204,7 @@ class RunEncoder:
                 log.warning("the shards do not support assistant_only_loss: %s", error)
             self.has_warned = True
             return self._encoder(documents)
+
+    @cached_property
+    def _encoder(self) -> DocumentEncoder:
+        return DocumentEncoder(self._tokenizer, self._control_tokens)

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
-from mhla_tasks.language.tokenizer import load_tokenizer, unpack_tokenizer
+from mhla_tasks.language.tokenizer import PackedFiles, load_tokenizer, unpack_tokenizer
+
+log = logging.getLogger(__name__)
+
+RESERVED = re.compile(r"[\[<]\|?(unused|reserved|extra_id)\w*\|?[\]>]", re.IGNORECASE)
+"""Pattern of tokens without a meaning, such as ``[unused1]`` of BERT and ``<unused1>`` of Gemma, to which users give one."""
 
 
 def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """Describe a token index that stands for different text in two tokenizers.
 
-    A token that one of the tokenizers lacks is not a conflict. Tokens that were added to a trained vocabulary are not compared,
-    because chat models rename the reserved ones among them.
+    A token that one of the tokenizers lacks is not a conflict. Special tokens and reserved ones, such as ``[unused1]``, are not
+    compared, because chat models and new domains rename them.
 
     Args:
         tokenizer: first tokenizer.
@@ -23,7 +30,7 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
     Returns:
         Description of the lowest such index; None if the tokens of both agree.
     """
-    one, two = (_trained_tokens(part) for part in (tokenizer, other))
+    one, two = (_compared_tokens(part) for part in (tokenizer, other))
     for index in sorted(one.keys() & two.keys()):
         first, second = one[index], two[index]
         if first != second:
@@ -31,14 +38,18 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
     return None
 
 
-def _trained_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the tokens of the trained vocabulary by index, without those that were added to it."""
-    added = tokenizer.get_added_vocab()
-    return {index: token for token, index in tokenizer.get_vocab().items() if token not in added}
+def _compared_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    """Return the tokens by index, without special tokens and without reserved ones."""
+    special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return {
+        index: token
+        for token, index in tokenizer.get_vocab().items()
+        if index not in special and not RESERVED.fullmatch(token)
+    }
 
 
 def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that belongs to pretrained weights.
+    """Load the tokenizer that belongs to pretrained weights, to compare its vocabulary.
 
     Every process must call this function.
 
@@ -46,22 +57,27 @@ def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
         pretrained: path of a run, of a checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
 
     Returns:
-        The tokenizer; None if the weights come without one.
+        The tokenizer; None if the weights come without one. Also None, with a warning, if it cannot be read safely.
 
     Raises:
         FileNotFoundError: if the path is a folder without a checkpoint.
-        ValueError: if the checkpoint or the tokenizer cannot be read safely.
+        ValueError: if the checkpoint cannot be read safely.
     """
     path = Path(pretrained)
+    files: PackedFiles = {}
     if path.exists() and not (path / "config.json").is_file():
-        files = read_header(resolve_checkpoint(path)).get("tokenizer")
-        return unpack_tokenizer(files) if files else None
+        files = read_header(resolve_checkpoint(path)).get("tokenizer") or {}
+        if not files:
+            return None
     # Without these files, transformers would build an empty tokenizer from the configuration of the model.
-    if path.exists() and not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    elif path.exists() and not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return load_tokenizer(pretrained)
+        return unpack_tokenizer(files) if files else load_tokenizer(pretrained)
     except FileNotFoundError:
+        return None
+    except ValueError as error:
+        log.warning("the vocabulary of %s is not compared with that of the data: %s", pretrained, error)
         return None
 
 

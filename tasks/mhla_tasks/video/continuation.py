@@ -46,8 +46,8 @@ class FrameShape:
     mlp_ratio: float = 2.0
 
     def __post_init__(self) -> None:
-        check_range(least=1, patch_size=self.patch_size, dim=self.dim, depth=self.depth, heads=self.heads)
-        check_range(above=0, mlp_ratio=self.mlp_ratio)
+        check_range("shape.", least=1, patch_size=self.patch_size, dim=self.dim, depth=self.depth, heads=self.heads)
+        check_range("shape.", above=0, mlp_ratio=self.mlp_ratio)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from mhla_tasks.language.prepare import write_token_shards
 from mhla_tasks.language.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from mhla_tasks.language.vocabularies import pretrained_tokenizer, vocabulary_conflict
 from small import SENTENCES, small_model
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertModel, BertTokenizer, LlamaConfig, LlamaForCausalLM
 
 TEXTS = [text * 3 for text in SENTENCES]
 OTHER_TEXTS = ["weights of attention are summed over blocks of tokens", "a kernel writes its results to shared memory"]
@@ -52,6 +52,43 @@ def test_only_tokens_of_the_trained_vocabulary_conflict(tokenizer: Any, other: A
     larger.add_tokens(["<remark>"])
     assert vocabulary_conflict(larger, renamed) is None
     assert str(vocabulary_conflict(tokenizer, other)).startswith("token ")
+
+
+@pytest.mark.parametrize("reserved", ["[unused1]", "<unused1>", "<|reserved_special_token_1|>", "<extra_id_1>"])
+def test_reserved_tokens_may_be_renamed(reserved: str, tmp_path: Path) -> None:
+    """BERT's vocabulary has such tokens for the words of a domain, and they are not special tokens."""
+    tokenizers = []
+    for name, words in {
+        "one": [reserved, "<left>"],
+        "two": ["<protein>", "<left>"],
+        "three": [reserved, "<right>"],
+    }.items():
+        lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words, "word"]
+        (tmp_path / f"{name}.txt").write_text("\n".join(lines))
+        tokenizers.append(BertTokenizer(str(tmp_path / f"{name}.txt")))
+    assert vocabulary_conflict(tokenizers[0], tokenizers[1]) is None
+    assert vocabulary_conflict(tokenizers[0], tokenizers[2]) == "token 6 is '<left>' in one and '<right>' in the other"
+
+
+def test_added_tokens_that_are_not_special_conflict(tokenizer: Any) -> None:
+    one, two = train_tokenizer(SENTENCES * 4, 320), train_tokenizer(SENTENCES * 4, 320)
+    one.add_tokens(["foo", "bar"])
+    two.add_tokens(["bar", "foo"])
+    assert "'foo' in one and 'bar' in the other" in str(vocabulary_conflict(one, two))
+
+
+def test_a_tokenizer_that_cannot_be_read_is_not_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{")
+
+    def fail(_: Any) -> Any:
+        raise ValueError("it would run code")
+
+    monkeypatch.setattr("mhla_tasks.language.vocabularies.load_tokenizer", fail)
+    assert pretrained_tokenizer(str(tmp_path)) is None
+    assert "is not compared" in caplog.text
 
 
 @pytest.mark.parametrize("place", ["validation", "second folder", "option"])
