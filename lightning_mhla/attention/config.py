@@ -140,9 +140,7 @@ class AttentionConfig:
             raise ValueError("give block_grid or block_size, not both")
         if self.lepe < 0 or (self.lepe and self.lepe % 2 == 0):
             raise ValueError(f"lepe={self.lepe} must be an odd width, or 0 for none")
-        check_range(above=0, rotary_base=self.rotary_base)
-        if self.mixing == "exponential":
-            check_range(above=0, mixing_min_decay=self.mixing_min_decay)
+        check_range(above=0, rotary_base=self.rotary_base, mixing_min_decay=self.mixing_min_decay)
         normalized = self.normalize and "normalize" not in KINDS[self.kind].unused
         if normalized and self.feature_map == "identity":
             raise ValueError("normalize needs nonnegative queries and keys, which feature_map 'identity' does not give")
