@@ -458,6 +458,17 @@ def test_the_guide_shows_the_learning_curve_of_smollm2() -> None:
     )
     assert f"{-last[1]:.0%} ahead in the first quarter of the positions, and {last[4]:.0%} behind in the last" in text
     assert f"({first[4]:.0%} after 30,720 tokens)" in text
+    mixed = json.loads(
+        (
+            root / "benchmarks/results/real-language/mhla_window-256-seed-0-0.25-kept-curve-4-60-and-240-steps.json"
+        ).read_text()
+    )
+    parts = [
+        ", ".join(f"{row[tokens][0] / softmax['steps'][step][tokens][0] - 1:.1%}" for tokens in ("1024", "4096"))
+        for step, row in mixed["steps"].items()
+    ]
+    assert f"are {'; '.join(parts[:-1])}; and {parts[-1]}: a perplexity of {mixed['tuned']['1024'][0]:.2f} and " in text
+    assert f"and {mixed['tuned']['4096'][0]:.2f}." in text
     minutes = [sum(row[part]["seconds"] for part in ("match", "tune") if part in row) / 60 for row in (softmax, linear)]
     assert f"{minutes[0]:.0f} and {minutes[1]:.0f} processor minutes" in text
 
