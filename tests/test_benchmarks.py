@@ -17,6 +17,7 @@ import torch
 from fork_server import ForkServer
 from mhla_kernels import mhla_attention
 from mhla_tasks.classification import Mnist
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import (
@@ -36,6 +37,7 @@ from benchmarks import (
 )
 from benchmarks.generation import build
 from benchmarks.shapes import MODELS, SMALL, Rates, Shape, least_cost
+from lightning_mhla.attention.inputs import AttentionInputs
 
 ROOT = Path(__file__).parents[1]
 
@@ -408,3 +410,35 @@ def test_hidden_numbers_are_found_by_a_model_that_reads_them(knows: bool, digits
 
     hay = torch.tensor(list(b"abcdefghijklmnopqrstuvwxyz ,.") * 40)
     assert real_language.recall(Model(), tokenizer, hay, 400, 8) == {"texts": 8, "digits": digits, "numbers": digits}
+
+
+def test_cross_entropy_of_equal_attention_weights_is_their_entropy() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(1, 6, 4, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    inputs = AttentionInputs(torch.randn(1, 6, 32), q, k, v)
+
+    def softmax(inputs: AttentionInputs) -> torch.Tensor:
+        heads = (x.transpose(1, 2) for x in (inputs.q, inputs.k, inputs.v))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    def uniform(inputs: AttentionInputs) -> torch.Tensor:
+        counts = torch.arange(1, 7)[:, None, None]
+        return (inputs.v.cumsum(1) / counts).repeat_interleave(2, 2)
+
+    scores = torch.einsum("bnhd,bmhd->bhnm", q, k.repeat_interleave(2, 2)) * 8**-0.5
+    weights = scores.masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -math.inf).softmax(-1)
+    entropy = -(weights * weights.clamp(min=1e-9).log()).sum(-1).mean()
+    assert real_language.weight_distance(inputs, softmax).item() == pytest.approx(entropy.item(), rel=1e-4)
+    of_uniform = sum(math.log(count) for count in range(1, 7)) / 6
+    assert real_language.weight_distance(inputs, uniform).item() == pytest.approx(of_uniform, rel=1e-4)
+
+
+def test_features_keep_the_norms_of_queries_and_keys() -> None:
+    torch.manual_seed(0)
+    q, k = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8) * 4
+    f, divisor, g = real_language.NormKeepingFeatures(3, 8)(q, k)
+    torch.testing.assert_close(f.norm(dim=-1), q.norm(dim=-1))
+    torch.testing.assert_close(g.norm(dim=-1), k.norm(dim=-1))
+    assert not divisor.any()
+    assert real_language.measured_steps(480, 5) == [30, 60, 120, 240, 480]
+    assert real_language.measured_steps(40, 0) == []

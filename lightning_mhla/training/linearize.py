@@ -285,9 +285,7 @@ class Linearization:
 class DistilledLinearization(Linearization):
     """Two-stage training whose second stage adds the distance from the teacher's predictions to the loss on the data.
 
-    Args:
-        options: number of steps of the first stage, path of the teacher, and weights of the losses of the second stage.
-        host: operations that depend on the library of the model.
+    The constructor takes the arguments of :class:`Linearization`. The options also have the weights of the two losses.
     """
 
     def __init__(self, options: DistillationOptions, host: LinearizedHost) -> None:

@@ -38,8 +38,7 @@ class ProcessConfig:
         objective: ddpm (the network predicts noise, as in DiT) or flow (the network predicts velocity on straight paths).
         learn_sigma: whether the network also predicts the variance of a denoising step; only with ddpm.
         times: distribution of the timesteps in training, uniform or logit_normal; only with flow.
-        shift: factor that shifts timesteps toward noise in training and sampling, for samples with many pixels; 1 for no shift.
-            Only with flow.
+        shift: factor that shifts timesteps toward noise, for samples with many pixels; 1 for no shift. Only with flow.
         label_dropout: share of samples that are trained without their class; guidance requires a share above 0.
 
     Raises:
