@@ -39,9 +39,6 @@ MODEL_FILES = "model_files"
 MODEL_SUFFIXES = (".json", ".safetensors", ".bin", ".model", ".txt")
 """Suffixes of the files of a model: configurations, weights and vocabularies, but not, for example, a model card."""
 
-END = 1 << 16
-"""Number of bytes at the beginning and the end of a model's file that its digest covers; training changes all weights."""
-
 PACKED = 64
 """Maximum compression ratio of a record of origins; gzip compresses digests by a factor of 2, zeros by a factor of 1,000."""
 
@@ -70,7 +67,7 @@ def model_digest(path: str, parts: Sequence[str]) -> str | None:
             folder itself count.
 
     Returns:
-        Digest of the names, the sizes and the ends of the files that encode samples; None if the path is not a folder.
+        Digest of the names and the contents of the files that encode samples; None if the path is not a folder.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -81,12 +78,9 @@ def model_digest(path: str, parts: Sequence[str]) -> str | None:
         for file in (
             path for path in entries if path.is_file() and path.suffix in MODEL_SUFFIXES and is_visible(path.name)
         ):
-            size = file.stat().st_size
             with file.open("rb") as stream:
-                ends = stream.read(END)
-                stream.seek(max(size - END, 0))
-                ends += stream.read()
-            digest.update(f"{part}/{file.name} {size}\n".encode(errors="surrogateescape") + ends)
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{part}/{file.name} {content}\n".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

@@ -404,7 +404,7 @@ def test_the_digest_of_a_model_covers_what_encodes_samples(file: str, same: bool
         (tmp_path / name).write_bytes(bytes(200_000))
     parts = ["vae", "text_encoder", "tokenizer"]
     digest = model_digest(str(tmp_path), parts)
-    (tmp_path / file).write_bytes(bytes(199_999) + b"x")
+    (tmp_path / file).write_bytes(bytes(100_000) + b"x" + bytes(99_999))
     assert (model_digest(str(tmp_path), parts) == digest) == same
     assert model_digest("some/name-on-the-hub", parts) is None
 
