@@ -91,6 +91,7 @@ def _register(name: str, build: Callable[..., Any], feature_cfg: dict[str, Any])
     def create(pretrained: bool = False, **options: Any) -> Any:
         return build_model_with_cfg(build_on, name, pretrained, feature_cfg=dict(feature_cfg), **options)
 
+    # timm reads the name from `__name__`, and the settings from `default_cfgs` of this module, which must exist by then.
     create.__name__ = create.__qualname__ = name
     create.__doc__ = f"{name}; options as for timm.create_model."
     register_model(create)

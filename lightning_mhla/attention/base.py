@@ -87,6 +87,7 @@ class Attention(AttentionKind):
         check_heads(dim, heads, key_value_heads, key_width, value_width)
         self.check_supported(config, layout, causal)
         used = {"block_size"} if causal == "block" else set()
+        # In a pretrained model, queries and keys need the rotation that their projections were trained with, whatever the kind.
         used |= set() if projections else {"rotary"}
         self.ignored = [name for name in self.unused if name not in used]
         report_unused(config, self.ignored)
@@ -323,6 +324,7 @@ class Attention(AttentionKind):
         tokens, present = x.shape[1] if share is None else share.tokens, self.layout if layout is None else layout
         if not self.causal and tokens != present.num_tokens:
             raise ValueError(f"{tokens} tokens for a layout of {present.num_tokens} ({present})")
+        # `max_tokens` is the limit of the layer's own layout, and does not apply to the layout of one call.
         if layout is not None or cu_seqlens is not None:  # the operator checks the length of each packed sequence
             return
         limit = self.max_tokens

@@ -297,6 +297,7 @@ def attention_per_layer(config: AttentionConfig, kinds: Sequence[str] | None, de
         return [config] * depth
     if not kinds or depth % len(kinds):
         raise ValueError(f"layer_kinds={list(kinds)} is repeated to the depth, so its length must divide depth={depth}")
+    # Options that equal the defaults of the kind, as `options: {}` gives them, were not necessarily set by the user.
     custom_options = config.options if config.options != replace(config, options={}).options else None
     if custom_options and config.kind not in kinds:
         raise ValueError(f"options={custom_options} are those of kind {config.kind!r}, which layer_kinds does not list")

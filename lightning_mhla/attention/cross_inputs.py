@@ -148,6 +148,7 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         raise ValueError(f"start={start} must not be negative")
     if tokens == 0:
         raise ValueError(f"0 {name} tokens, but attention needs at least one: {list(x.shape)}")
+    # Blocks are counted from the start of the sequence, so these tokens first fill up the block that earlier tokens began.
     lead = size - start % size
     if lead == size:
         return Placement(BlockLayout((tokens,), block_size=size), None, None, {"block_size": size})

@@ -139,6 +139,7 @@ def weighted_keys(q: Tensor, k: Tensor, key_mask: Tensor | None = None) -> Tenso
     if key_mask is None:
         mean, count = q.mean(1, dtype=wide), k.new_tensor(k.shape[1], dtype=wide)
     else:
+        # A row without visible tokens would be 0 / 0. For the same reason, hidden scores are finite below, not -inf.
         count = key_mask.sum(1, dtype=wide).clamp(min=1)[:, None, None]
         mean = (q * key_mask[..., None, None]).sum(1, dtype=wide) / count
     with without_autocast(q.device.type):

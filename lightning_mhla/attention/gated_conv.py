@@ -76,6 +76,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
         previous_lengths = (0,) * len(counts) if state is None else state.lengths
         after = RecurrentState(
             tuple(a + b for a, b in zip(previous_lengths, counts, strict=True)),
+            # no recurrence, whose state has a row for each row of the batch
             inputs.v.new_empty(len(counts), 0),
             self.conv.carry(inputs.v.flatten(2), last, counts),
         )
@@ -90,6 +91,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
         tokens, taps = inputs.x.shape[1], self.options.conv
         back = torch.arange(tokens, device=inputs.x.device)[:, None] - torch.arange(tokens, device=inputs.x.device)
         head_weights = self.conv.weight.flip(0).unflatten(-1, (self.heads, -1)).mean(-1).T  # [H, taps], own token first
+        # Clamped, because indices outside the taps are evaluated too before `where` drops them.
         matrix = torch.where((back >= 0) & (back < taps), head_weights[:, back.clamp(0, taps - 1)], 0)
         return matrix.expand(len(inputs.x), -1, -1, -1)
 

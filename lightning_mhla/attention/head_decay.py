@@ -34,8 +34,10 @@ class HeadDecay(nn.Module):
 
         The learned matrix that maps tokens to step sizes is not changed.
         """
+        # The lower bound is 1 in Mamba-2 and 0 in Gated DeltaNet. A rate of 0 has no logarithm, so rates are clamped.
         rates = torch.empty_like(self.rate).uniform_(self.least_rate, 16)
         self.rate.copy_(rates.clamp(min=1e-3).log())
+        # 10 ** -u for u between 1 and 3, which is log-uniform between 0.001 and 0.1
         steps = torch.empty_like(self.bias).uniform_(1, 3).neg().mul(torch.log(torch.tensor(10.0))).exp()
         self.bias.copy_(steps + torch.log(-torch.expm1(-steps)))  # the inverse of softplus
 

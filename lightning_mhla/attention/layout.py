@@ -155,6 +155,7 @@ class BlockLayout:
 
         The tensor is ``[M + 1]`` int64 on the CPU.
         """
+        # Named device, here and below: models are also built on the meta device, where these values would not exist.
         return torch.tensor([0, *accumulate(self.block_sizes)], device="cpu")
 
     @cached_property
@@ -166,6 +167,7 @@ class BlockLayout:
                 torch.arange(axis[-1], device="cpu"), torch.tensor(axis[1:], device="cpu"), right=True
             )
             block = (block[:, None] * (len(axis) - 1) + along).flatten()
+        # Stable, so that tokens keep their raster order inside a block.
         order = block.argsort(stable=True) + self.prefix_tokens
         return torch.cat([torch.arange(self.prefix_tokens, device="cpu"), order])
 
@@ -181,6 +183,7 @@ class BlockLayout:
         The orders are equal if each block is contiguous in raster order, for example if an image is divided into bands of
         complete rows.
         """
+        # Axes before the last divided one must be divided into single tokens; otherwise tokens of other blocks lie in between.
         last_cut = max((axis for axis, count in enumerate(self.block_grid) if count > 1), default=0)
         return self.block_grid[:last_cut] == self.grid[:last_cut]
 
@@ -221,6 +224,7 @@ class BlockLayout:
             return Placement(self, order, inverse, self.operator_blocks)
         sizes = [(length + count - 1) // count for length, count in zip(self.grid, self.block_grid, strict=True)]
         size = prod(sizes)
+        # The block of prefix tokens has as many slots as the others, since the operator gets a single `block_size`.
         slots = size if size >= self.prefix_tokens else self.prefix_tokens
         order, filled = self._tokens_of_places(sizes, device)
         inverse = self._places_of_tokens(sizes, slots, device)
@@ -250,6 +254,7 @@ class BlockLayout:
         for axis, (length, count, size) in enumerate(zip(self.grid, self.block_grid, sizes, strict=True)):
             block = torch.arange(count, device=device)
             start, end = (edge * length // count for edge in (block, block + 1))
+            # Axes: count_0, count_1, ..., size_0, size_1, .... Empty slots get some valid token, which `filled` masks.
             along = start[:, None] + torch.arange(size, device=device)
             shape = [1] * (2 * axes)
             shape[axis], shape[axes + axis] = count, size
@@ -292,5 +297,6 @@ class LayoutTables(nn.Module):
         for name, values in self.tables().items():
             buffer = self._buffers.get(name)
             if buffer is not None and not buffer.is_meta:
+                # Without the dtype of the model: rotary tables stay float32 in a bfloat16 model.
                 self._buffers[name] = values.to(buffer.device)
         return self

@@ -39,6 +39,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
             placement: ignored; the coefficients do not depend on the order of the tokens.
         """
         if self.causal:
+            # One term of amplitude 1 and decay 0: every block has weight 1, for any number of blocks.
             ones = q.new_ones(1)
             blocks = self.layout.operator_blocks if self.causal == "block" else {"block_size": CHUNK}
             return ExponentialMixing(ones, ones - 1), blocks

@@ -94,6 +94,7 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
     @override
     def recur(self, operands: Operands, **options: Any) -> tuple[Tensor, Tensor]:
         q, k, v, gates = operands
+        # Multiplied here and not in `operands`, because `skip` adds D x without the step.
         v = v * gates["step"][..., None].to(v.dtype)
         return state_space_dual(q, k, v, gates["log_decay"], scale=1.0, **options)
 

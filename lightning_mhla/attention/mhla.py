@@ -94,6 +94,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         self.mixing: MixingCoefficients
         mixed = layout
         if layout.prefix_tokens and not self.mixes_prefix:
+            # A layout made from `block_size` has `blocks` too, and BlockLayout takes only one of the two.
             mixed = BlockLayout(layout.grid, None if layout.block_size else layout.blocks, layout.block_size)
         if config.mixing == "exponential":
             self.mixing = ExponentialCoefficients(

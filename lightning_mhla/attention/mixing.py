@@ -47,6 +47,7 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
     width = high - low
     beyond = (values - low).remainder(2 * width)
     reflected = low + torch.where(beyond > width, 2 * width - beyond, beyond)
+    # `remainder` rounds, and values inside the range must not change by a bit.
     return torch.where((values >= low) & (values <= high), values, reflected)
 
 
@@ -68,6 +69,7 @@ def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     centers = layout.centers
     distance = torch.cdist(centers, centers)
     farthest = distance.amax(-1, keepdim=True) if not causal else torch.full((1, 1), float(len(centers)), device="cpu")
+    # A layout of one block has distance 0 / 0.
     weight = 1 - torch.where(farthest > 0, distance / farthest, 0)
     if layout.prefix_tokens:
         weight = nn.functional.pad(weight, (1, 0, 1, 0), value=1.0)
@@ -191,6 +193,7 @@ class FreeCoefficients(MixingCoefficients):
     def __init__(self, start: Tensor, heads: int | None, trainable: bool) -> None:
         super().__init__()
         self._start = start.clamp(LOWER, UPPER)
+        # A copy even on the CPU, because training would otherwise overwrite `_start`, which reset_parameters reads.
         initial = self._start.to(torch.get_default_device(), copy=True)
         self.weight = nn.Parameter(initial if heads is None else initial.repeat(heads, 1, 1), requires_grad=trainable)
 
@@ -297,6 +300,7 @@ class DenseCoefficients(FreeCoefficients):
                 extend_mixing(values, blocks) if self.causal else resize_mixing(values, values.shape[-1:], self.grid)
             )
         else:
+            # Weights that do not record their grid are taken as those of a square, which `math.prod` below confirms or rejects.
             side = math.isqrt(values.shape[-1])
             old = (
                 block_grid if block_grid is not None and len(block_grid) == len(self.grid) else (side,) * len(self.grid)
@@ -401,6 +405,7 @@ class ExponentialCoefficients(MixingCoefficients):
     @override
     def resize(self, block_grid: tuple[int, ...]) -> None:
         with torch.no_grad():
+            # Clamped and not reflected: a decay that rescaling moves past a bound is closest to the original at this bound.
             self.decay.copy_(self._rescaled(self.decay, block_grid).clamp(self.min_decay, LARGEST_DECAY))
             start = self._rescaled(self._start["decay"], block_grid)
             self._start["decay"] = start.clamp(self.min_decay, LARGEST_DECAY)

@@ -272,6 +272,7 @@ class RecurrentAttention(Attention):
         """
         q, k, v = inputs.q, inputs.k, inputs.v
         if self.conv is not None:
+            # Hidden tokens are zero, but a bias of the projections gives them nonzero heads, which neighbors would read.
             joined = F.silu(self.conv(hide_rows(self._joined(inputs), real), last, positions))
             parts = joined.split([x.shape[2] * x.shape[3] for x in (q, k, v)], -1)
             q, k, v = (part.unflatten(-1, x.shape[2:]) for part, x in zip(parts, (q, k, v), strict=True))
@@ -296,6 +297,7 @@ class RecurrentAttention(Attention):
         super().open_gate()
         if self.conv is not None:
             self.conv.pass_through()
+        # The caller's random numbers stay as they would be without this layer.
         with torch.random.fork_rng():
             torch.manual_seed(0)
             self.reset_gates()
@@ -312,6 +314,7 @@ class RecurrentAttention(Attention):
         """
         directions = 2 if not self.causal and self.options.direction == "both" else 1
         chunk = chunk_tokens(max(self.key_width, self.value_width))
+        # Updating and reading the state, and the attention to (chunk + 1) / 2 tokens of the own chunk on average.
         multiply_adds = 2 * self.key_width * self.value_width + (chunk + 1) / 2 * (self.key_width + self.value_width)
         convolved = 0 if self.conv is None else self.conv.weight.numel() / self.heads
         return 2.0 * directions * self.heads * tokens * (multiply_adds + convolved)

@@ -73,6 +73,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
     if attention_mask is None:
         return real, (x.shape[1],) * x.shape[0], None
     counts = tuple(real.sum(1).tolist())
+    # No padding right before a real token means that padding is already last.
     if all(count == x.shape[1] for count in counts) or bool((real[:, :-1] | ~real[:, 1:]).all()):
         return real, counts, None
     return real, counts, padding_last(real)
@@ -97,6 +98,7 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
     if position_ids.shape[-1] != x.shape[1]:
         return None
     rows = position_ids.expand(x.shape[:2])
+    # `<=` and not `<`, because consecutive documents of one token each repeat position 0.
     return _bounds(rows[:, 1:] <= rows[:, :-1])
 
 

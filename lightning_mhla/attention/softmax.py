@@ -120,6 +120,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
         from torch.nn.attention.bias import causal_lower_right  # brings torch's compiler
 
+        # The local queries are the last tokens before share.end, so the mask is aligned with the last key, not with the first.
         return self._scaled(q, k, v, attn_mask=causal_lower_right(q.shape[1], share.end))
 
     @override
@@ -136,6 +137,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         longest = max(state.lengths)
         keys, values = state.keys[:, :longest], state.values[:, :longest]
         even = len(set(state.lengths)) == 1
+        # `is_causal` aligns query 0 with key 0, which is right only without previous tokens. A single new token sees all keys.
         if even and (tokens == 1 or (self.causal is True and not any(previous_lengths))):
             return self._scaled(q, keys, values, is_causal=tokens > 1), state
         if even and tokens == self.block_tokens:  # one block, which sees all tokens so far

@@ -80,6 +80,7 @@ class SummaryAttention(Attention):
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
         """Compute attention whose weights include rotary embedding, but whose normalizer does not, ``[B, N, H, Dv]``."""
+        # Never causal: with rotary, a normalizer requires normalize_before_rotary, which a causal layer rejects.
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))
         eps = plain.pop("eps")
@@ -87,6 +88,7 @@ class SummaryAttention(Attention):
             call_options |= {"normalize": False, "scale": 1.0, "key_mask": inputs.key_mask, "eps": eps}
         out = mhla_attention(q, k, inputs.v, mixing, **options)
         wide = torch.promote_types(inputs.q.dtype, torch.float32)
+        # With values of 1, the output is the sum of a query's weights. It is the divisor, so it is not rounded to bfloat16.
         ones = inputs.v.new_ones(*inputs.v.shape[:3], 1, dtype=wide)
         sums = mhla_attention(plain_q.to(wide), plain_k.to(wide), ones, mixing, **plain)
         return hide_rows((out / (sums + eps)).to(inputs.v.dtype), inputs.key_mask)

@@ -116,6 +116,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         if self.options.sinks > (smallest := layout.block_sizes[0]):
             raise ValueError(f"options.sinks={self.options.sinks} exceeds the {smallest} tokens of a block")
         learned = self.features is not None
+        # Far tokens start on the scale of softmax weights. At q = k = 0, where these are exp(0) = 1, the 2 Dk learned features
+        # are 1 and their products sum to 2 Dk. Products of other features are divided by sqrt(Dk), as scores are.
         start = -math.log(2 * self.key_width) if learned else -0.5 * math.log(self.key_width)
         self.far = FarWeight(heads, start + self.options.far_init)
         self.context: PositionLimit | None = None
@@ -195,6 +197,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         """Return the attention matrix ``[B, H, N, N]``, which is the output of :meth:`attend` for one-hot values."""
         heads = self.heads // inputs.k.shape[2]
         k, v = (x.repeat_interleave(heads, 2) for x in (inputs.k, inputs.v))
+        # Not super().weights, which computes the matrix from summaries alone, without the softmax window.
         return Attention.weights(self, replace(inputs, k=k, v=v))
 
     @override

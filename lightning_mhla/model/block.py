@@ -163,6 +163,7 @@ class Block(nn.Module):
         if self.modulation is None:
             x = x + _keep(branch_factors, 0, self.attn(self.norm1(x), key_mask, **options))
             x = self._look_at(x, context, context_mask, branch_factors)
+            # The MLP's factor is the last of two, or of three with cross-attention.
             return x + _keep(branch_factors, -1, self.mlp(self.norm2(x)))
         assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)

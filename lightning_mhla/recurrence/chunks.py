@@ -158,6 +158,7 @@ def prepare(
     partition = layout.partition(q.device) if tokens else BlockPartition(0, 0, 1)
     chunks: tuple[int, ...] = (0, partition.blocks)
     if bounds is not None:
+        # An empty sequence has no chunk, and its final state is its initial state.
         counts = [-(-(end - start) // partition.slots) if end > start else 0 for start, end in pairwise(bounds)]
         chunks = tuple(sum(counts[:index]) for index in range(len(counts) + 1))
     rows = len(q) if bounds is None else len(bounds) - 1
@@ -221,10 +222,12 @@ class _Scan(torch.autograd.Function):
         decay, states = ctx.saved_tensors
         d_update, d_initial = torch.empty_like(states), []
         for sequence, (first, last) in enumerate(pairwise(ctx.bounds)):
+            # slope is the gradient of the state after a chunk; that of the state before it is d_states[c] + decay[c] * slope.
             slope = rows_of(d_final, ctx.bounds, sequence)
             for chunk in reversed(range(first, last)):
                 d_update[:, :, chunk] = slope
                 slope = torch.addcmul(d_states[:, :, chunk], decay[:, :, chunk], slope)
             d_initial.append(slope)
+        # d_update[c] is the gradient of the state after chunk c, which decay[c] multiplies by the state before it.
         d_decay = (d_update * states).sum_to_size(decay.shape)
         return d_decay, d_update, torch.cat(d_initial), None

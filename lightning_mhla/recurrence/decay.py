@@ -98,6 +98,7 @@ def state_space_dual(
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])
+    # Called even if one token makes the kernels unnecessary, so that backend="triton" without them is an error for any length.
     native = kernels.chosen(backend, q)
     with without_autocast(q.device.type):
         if q.shape[1] == 1 and bounds is None:
@@ -110,6 +111,7 @@ def state_space_dual(
 
 def _in_chunks(problem: ChunkedInputs, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
+    # Unused entries of a last chunk have key 0 and log-decay 0, so that they change neither the state nor its decay.
     weights = decay_weights(log_decay)
     to_end = weights[..., -1, :, None]  # not a quotient of running decays, which may be 0 / 0
     from_start = log_decay.cumsum(-1)[..., None].exp()

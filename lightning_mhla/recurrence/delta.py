@@ -76,6 +76,8 @@ def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
     from_start, to_end = log_decay.cumsum(-1)[..., None].exp(), weights[..., -1, :, None]
+    # (I + overlap) values = beta (v - decayed k @ state): token i subtracts what earlier tokens of the chunk wrote for its key.
+    # The diagonal of I + overlap is 1 and is not stored (`unitriangular`).
     overlap = (k @ k.transpose(-1, -2) * weights * beta).tril(-1)
     # One solve for both right-hand sides: the value that each token writes with a zero state before the chunk, and the key
     # by which it reads from that state what it has to subtract.
@@ -94,5 +96,6 @@ def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple
             outs.append(queries_c @ state + scores_c @ values)
             state = decay_c * state + keys_c @ values
         final.append(state)
+    # Without tokens, v is empty and has the shape of the outputs.
     out = torch.stack(outs, 2) if outs else v
     return problem.merge(out), torch.cat(final)

@@ -64,6 +64,7 @@ class _DecayWeights(torch.autograd.Function):
         (decay,) = _padded(log_decay[..., None])
         weights = torch.diag_embed(torch.ones_like(decay[..., 0]))
         for half, from_start, to_end in _halves(decay):
+            # [..., sections, half, half], with tokens of the second halves as rows; `_below` has the sections last.
             _below(weights, half).copy_((from_start * to_end.transpose(-1, -2)).movedim(-3, -1))
         weights = weights[..., :size, :size].contiguous()
         ctx.save_for_backward(weights)
@@ -74,11 +75,13 @@ class _DecayWeights(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (weights,) = ctx.saved_tensors
         size = weights.shape[-1]
+        # The derivative of exp(sum) is exp(sum). `_padded` extends the rows to a power of two, F.pad the columns.
         (slope,) = _padded(F.pad(grads[0] * weights, (0, (1 << (size - 1).bit_length()) - size)))
         d_decay = torch.zeros_like(slope[..., :1])
         half = 1
         # The sums stay inside one half, so that nothing is added that would have to be subtracted again.
         while half < slope.shape[-1]:
+            # Token t of a second half decays the rows from t on; token t of a first half decays the columns before t.
             part = _below(slope, half).movedim(-1, -3)
             _part(d_decay, half, 1).add_(part.sum(-1)[..., None].flip(-2).cumsum(-2).flip(-2))
             _part(d_decay, half, 0)[..., 1:, :].add_(part.sum(-2)[..., :-1, None].cumsum(-2))
@@ -105,6 +108,7 @@ class _DecayedProducts(torch.autograd.Function):
         size = q.shape[-2]
         q, k, decay = _padded(q, k, log_decay)
         slope = F.pad(grads[0], (0, q.shape[-2] - size) * 2)
+        # The factors are computed again, since saving them would keep a tensor of the size of q for each of log2(C) divisions.
         d_q, d_k = torch.zeros_like(q), torch.zeros_like(k)
         for half, from_start, to_end in _halves(decay):
             queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
@@ -152,6 +156,7 @@ def _below(products: Tensor, half: int) -> Tensor:
         sections.
     """
     by_halves = products.unflatten(-1, (-1, 2, half)).unflatten(-4, (-1, 2, half))
+    # by_halves is [..., row section, 2, half, column section, 2, half]; only pairs within one section are kept.
     return by_halves.select(-5, 1).select(-2, 0).diagonal(dim1=-4, dim2=-2)
 
 
@@ -171,6 +176,7 @@ def _halves(log_decay: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     while half < log_decay.shape[-2]:
         first, second, before_end = _part(prefix, half, 0), _part(prefix, half, 1), _part(suffix, half, 0)
         yield half, second.exp(), before_end.exp()
+        # In this order, because `second` includes the first half after the next line, and `before_end` must not.
         before_end += second[..., -1:, :]
         second += first[..., -1:, :]
         half *= 2

@@ -35,6 +35,7 @@ def one_token(
     query, key, value, decay = (x[:, 0].to(wide) for x in (q, k, v, log_decay))
     batch, heads, width = key.shape
     state = key.new_zeros(batch, heads, width, value.shape[-1]) if initial_state is None else initial_state.to(wide)
+    # Decay first: the delta rule subtracts what the decayed state holds for the key. The factor is [B, H, 1 or K, 1].
     state = (decay[..., None, None] if decay.dim() == 2 else decay[..., None]).exp() * state
     if beta is not None:
         value = beta[:, 0, :, None].to(wide) * (value - (key[..., None, :] @ state)[..., 0, :])

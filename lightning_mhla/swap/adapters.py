@@ -65,6 +65,7 @@ def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> No
     for _, _, layer, attention in replaced:
         trained: nn.Module = layer if part == "attention" else attention
         for name, parameter in trained.named_parameters():
+            # requires_grad was cleared above, so what `mixing_trainable: false` froze has to be told apart again.
             fixed = "mixing." in name and not attention.config.mixing_trainable
             parameter.requires_grad_(not fixed)
     if part == "lora":
@@ -132,6 +133,7 @@ def save_adapters(model: Any, folder: str | Path, pipeline: Any) -> None:
     from peft import get_peft_model_state_dict
 
     (config,) = adapters.values()
+    # safetensors rejects tensors that are not contiguous.
     state = {name: tensor.contiguous() for name, tensor in get_peft_model_state_dict(model).items()}
     pipeline.save_lora_weights(
         folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()

@@ -401,6 +401,7 @@ def build_beside(
         if isinstance(config, CrossAttentionConfig):
             assert config.key_tokens is not None
             context = BlockLayout((config.key_tokens,), block_size=config.key_block_size)
+            # The configuration's `rotary` is ignored in pretrained models, and a cross-attention layer would reject it.
             config = replace(config, rotary=False)
             attention = build_cross_attention(config, dim, heads, layout, context, projections=False, **options)
         else:

@@ -26,6 +26,7 @@ def give_weights(model: nn.Module, state: Mapping[str, Tensor], path: str, tied:
         ValueError: if names or shapes do not match the model, or if ``state`` contains LoRA adapters and the model has none.
     """
     model_state = model.state_dict()
+    # peft moves an adapted layer to `base_layer`, so the weights of a model without adapters have names without it.
     adapted = {name.replace(".base_layer.", "."): name for name in model_state}
     if any(".lora_" in name for name in state) and not any(".lora_" in name for name in model_state):
         raise ValueError(

@@ -124,6 +124,7 @@ def swap_attention(
         "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
     }
     swapped: Mapping[int, Any] = (host.cross if cross else host).put_in(model, record)
+    # Only after the replacement, because a model for which `put_in` raised an error has no new attention to record.
     if swapped:
         host.remember(model, {**saved, CROSS: record} if cross else {**saved, **record})
     return swapped
@@ -239,6 +240,7 @@ def load_swapped(
         )
     try:
         return host.load(str(folder), restored(config), _dtype(torch_dtype if dtype is None else dtype), options).eval()
+    # torch and timm report names or shapes that do not match as RuntimeError.
     except RuntimeError as error:
         raise ValueError(f"{folder}: the weights do not match the config.json next to them: {error}") from error
 

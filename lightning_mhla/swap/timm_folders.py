@@ -102,6 +102,7 @@ def save_swapped(
     config = {"architecture": ARCHITECTURE, SAVED: record, **({"label_names": label_names} if label_names else {})}
     images = None if data_config is None else dict(data_config)
     save_for_hf(model, str(folder), config, options, safe_serialization=True, data_config=images)
+    # Overwrites the weights that save_for_hf wrote, which the original architecture would accept.
     save_file(_marked(model), Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -121,6 +121,7 @@ def read_timm_description(pretrained: str) -> dict[str, Any]:
         },
     }
     plain: dict[str, Any] = json.loads(json.dumps(description))
+    # A description from which no model can be built is an error now, before anything is trained and saved with it.
     build_timm(plain, "meta", pretrained)
     return plain
 

@@ -198,6 +198,7 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     Returns:
         Scalar distance.
     """
+    # A constant output has variance 0.
     tiny = torch.finfo(output.dtype).tiny
     if real is None:
         return (new - output).square().mean() / output.var().clamp(min=tiny)

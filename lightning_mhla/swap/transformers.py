@@ -220,6 +220,7 @@ def _inner_model(model: Any) -> Any:
     inner, layers = model, {id(module) for module in model.modules() if hasattr(module, "swapped")}
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and layers <= {id(part) for part in module.modules()}:
+            # modules() yields a module before its parts, so the last match is the innermost one.
             inner = module
     return inner
 

@@ -283,6 +283,7 @@ def _attend(
         return _attend_image(module, x, heads, attention_mask)
     if not attention.causal:
         return _attend_text(module, x, heads, _encoder_mask(attention_mask, options.get(GIVEN)))
+    # `update` has already counted these tokens, because transformers calls it before the attention function.
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
     positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     by_positions = "flash" in module.host_config._attn_implementation

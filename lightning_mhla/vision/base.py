@@ -268,6 +268,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
         """
         if num_classes > 0 and global_pool == "":
             raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
+        # From __dict__, because the constructor of some models calls this method before the attribute exists.
         if num_classes != self.__dict__.get("num_classes"):  # the names belong to the old classes
             self.class_names = None
         self.num_classes = num_classes

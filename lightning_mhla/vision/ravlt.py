@@ -83,6 +83,7 @@ def from_ravlt(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         if stem := re.match(r"stem\.(\d+)\.", name):  # the first layer of a VLT's stem is the check of the image
             name = f"stem.{int(stem[1]) + 1}.{name[stem.end() :]}"
         if ".attn.qkvo." in name:
+            # RAVLT projects queries, keys, values and gate with one layer, in this order.
             width = 3 * len(tensor) // 4
             named[name.replace("qkvo", "qkv")], named[name.replace("qkvo", "gate")] = tensor[:width], tensor[width:]
         else:

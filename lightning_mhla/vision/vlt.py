@@ -209,6 +209,7 @@ class VLT(
         self.config, self.num_classes, self.in_chans = stages, num_classes, channels
         dims, depths, heads, scales = (stages.of(name) for name in ("dims", "depths", "heads", "layer_scale"))
         grids = stages.grids(both_sides("image_size", image_size))
+        # On the CPU, because a model that is built on the meta device has no values to read.
         rates = torch.linspace(0, drop_path, sum(depths), device="cpu").tolist()
         self.stem = nn.Sequential(ImageCheck(stages.grids), *_stem(channels, dims[0], stages.patch_size))
         self.stages = nn.Sequential()
