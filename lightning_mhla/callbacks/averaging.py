@@ -49,6 +49,7 @@ class ExponentialMovingAverage(Callback):
         if not self._average:
             self._average = _copies(pl_module)
         weights = dict(pl_module.named_parameters())
+        # The average may come from a checkpoint that Lightning loaded before it moved the module to its device.
         self._average = {name: tensor.to(weights[name].device) for name, tensor in self._average.items()}
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -134,6 +135,7 @@ class ExponentialMovingAverage(Callback):
     def _swap(self, pl_module: LightningModule) -> None:
         if self._average:
             averages, weights = self._pairs(pl_module)
+            # Copied rather than computed, so that swapping back restores the trained weights bit by bit.
             previous_averages = [tensor.clone() for tensor in averages]
             foreach_copy_(averages, weights)
             foreach_copy_(weights, previous_averages)

@@ -45,6 +45,7 @@ class Axis:
         self.logarithmic, self.start, self.end, self.whole = logarithmic, start, end, whole
         low, high = self._position(low), self._position(high)
         if low == high:
+            # 0.5 if the only value is 0
             half = abs(low) / 10 or 0.5
             low, high = low - half, high + half
         missing = SMALLEST_RANGE * max(abs(low), abs(high)) - (high - low)

@@ -60,6 +60,7 @@ class BestCheckpoints:
         From then on, the callbacks do not write or remove files. This object collects the paths of the checkpoints that they
         want to save or remove, and :meth:`finish` does the work.
         """
+        # An earlier fit may have ended without `teardown`, so that its wrappers and requests are still there.
         self.release()
         self._callbacks = [item for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)]
         for callback in self._callbacks:
@@ -136,12 +137,14 @@ class BestCheckpoints:
         """
         requests, removals = self._requests, list(self._removals)
         self._requests = []
+        # Cleared in place, because the ModelCheckpoints hold its `append` (see `adopt`).
         self._removals.clear()
         for request in requests:
             if state is None or not _is_second_name(request):
                 trainer.save_checkpoint(request.path, request.callback.save_weights_only)
             elif trainer.is_global_zero:
                 give_second_name(state, Path(request.path))
+        # After the links exist, so that a crash in between leaves too many files rather than too few.
         for path in removals:
             trainer.strategy.remove_checkpoint(path)
         if trainer.is_global_zero:
@@ -167,6 +170,7 @@ def monitored_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def _is_second_name(request: Request) -> bool:
+    # A file of weights alone differs from the saved state, and a URL cannot be a hard link.
     return not request.callback.save_weights_only and "://" not in request.path
 
 
@@ -192,6 +196,7 @@ def complete(plan: dict[str, list[str]], state: Path, folder: Path) -> None:
     for name in names:
         if not (folder / name).exists():
             give_second_name(state, folder / name)
+    # A path that was removed and written again in the same step stays.
     for path in set(removals) - set(names):
         if path.endswith(".ckpt") and (folder / path).is_file():
             (folder / path).unlink()

@@ -128,6 +128,7 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
     figures = []
     for mistake in mistakes:
         data = mistake["picture"]
+        # The text goes into an attribute of the page without escaping.
         if not re.fullmatch(r"[A-Za-z0-9+/]+=*", data):
             raise ValueError("a picture is not base64")
         label, predicted = html.escape(names[mistake["label"]]), html.escape(names[mistake["predicted"]])

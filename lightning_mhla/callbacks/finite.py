@@ -83,12 +83,14 @@ class FiniteWatch(Callback):
             ValueError: if a value is not finite and the step may not be skipped. This is the case if ``action`` is ``stop``, if
                 the weights already contain non-finite values, or if ``max_skipped`` steps have already been skipped.
         """
+        # Cleared before any return, so that the batches are freed although they are not checked.
         batches, self._seen = self._seen, []
         # set when the trainer is created
         if trainer.fast_dev_run or not pl_module.automatic_optimization:  # type: ignore[attr-defined]
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = get_total_norm(gradients)
+        # Under FSDP2, each process has the norm of its shards only. `full_tensor` combines them, and is collective.
         norm = norm.full_tensor() if is_shard(norm) else norm
         losses = [loss for _, _, loss in batches if loss is not None]
         # One stacked tensor, so that the check synchronizes with the accelerator only once per step.
@@ -108,6 +110,7 @@ class FiniteWatch(Callback):
         if cause == NOT_AGAIN and getattr(trainer.precision_plugin, "scaler", None) is not None:
             return  # only the scaled gradients overflowed: with 16-mixed, the scaler skips the step and lowers its scale
         message = f"{problem} at step {trainer.global_step}: {cause}"
+        # Skipping steps does not help once a weight is NaN.
         if self.action == "stop" or "the weights hold" in cause:
             raise ValueError(
                 f"{message}. The weights are unchanged by this step; lower the learning rate, warm up longer, clip "
@@ -120,6 +123,7 @@ class FiniteWatch(Callback):
         log.warning("skipped a step (%d of at most %d): %s", self.skipped, self.max_skipped, message)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
+                # Not zeros, with which weight decay and momentum would still change the weights.
                 parameter.grad = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -163,6 +167,7 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         output: Any = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
+        # Added to the gradients of the failed step, which no optimizer step uses.
         loss.backward()
     if bad_inputs:
         return f"the batch itself holds such numbers ({', '.join(bad_inputs[:3])})"

@@ -114,6 +114,7 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
     config = getattr(module, "optimizer_config", None)
     factored = config is not None and config.kind == "came"
+    # Three: the gradient and the two moments of AdamW.
     total, name = local + trained_bytes * (3 + averages), "CAME" if factored else "AdamW"
     if factored:  # CAME stores one moment of a matrix, and only row and column statistics of the other
         total -= sum(

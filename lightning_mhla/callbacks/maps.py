@@ -36,7 +36,9 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
     if len(layout.block_grid) != 2:
         return mixing
     high, wide = layout.block_grid
+    # [high, wide, high + 1, wide + 1]: reading block (i, j), read block (k, l), with a row and a column of NaN after each tile.
     tiles = nn.functional.pad(mixing.view(high, wide, high, wide), (0, 1, 0, 1), value=float("nan"))
+    # Rows of pixels are (i, k), columns (j, l). The last padding is cut off.
     return tiles.permute(0, 2, 1, 3).reshape(high * (high + 1), wide * (wide + 1))[:-1, :-1]
 
 
@@ -105,6 +107,7 @@ def draw_matrices(weights: dict[str, Tensor], step: int, least: float = 1e-5) ->
     figure, axes = make_panels(len(weights), columns, (PANEL, PANEL), (0.8, 0.6))
     for index, (axis, (number, matrix)) in enumerate(zip(axes, weights.items(), strict=True)):
         size = matrix.float().abs()
+        # [H, N, N] to [N, N]
         share = (size / size.sum(-1, keepdim=True).clamp(min=1e-12)).mean(0)
         shown = torch.where(share > 0, share.clamp(min=least), float("nan"))
         picture = axis.imshow(shown, cmap="magma", norm=scale)
@@ -149,6 +152,7 @@ def draw_attention(
         prefix, plane = layouts[number].prefix_tokens, layouts[number].grid
         maps = layer.mean(0)[prefix:, prefix:]
         positions = _spread(plane, queries)
+        # One scale for all maps of a layer. It includes 0, because weights may be negative.
         low, high = min(0.0, float(maps[positions].min())), float(maps[positions].max())
         if image is not None:
             axes[row, 0].imshow(_to_shown(image), cmap="gray")
@@ -181,6 +185,7 @@ def _spread(plane: tuple[int, ...], queries: int) -> list[int]:
         Indices of the tokens in raster order.
     """
     high, wide = plane
+    # Centers of equal parts of each side, (2 i + 1) / (2 queries).
     steps = [2 * i + 1 for i in range(queries)]
     return [step * high // (2 * queries) * wide + step * wide // (2 * queries) for step in steps]
 

@@ -204,6 +204,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:
         return list(points)
+    # The last point is kept apart: the end of a curve should show the value that tables list.
     groups = [points[start : start + size] for start in range(0, len(points) - 1, size)]
     means = [(sum(x for x, _ in group) / len(group), sum(y for _, y in group) / len(group)) for group in groups]
     return [*means, points[-1]]

@@ -323,6 +323,7 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
     fence, lines = "", io.StringIO()
     for line in page.splitlines(keepends=True):
         mark = re.match(r"(`{3,})\w*$", line.rstrip("\n"))
+        # `fenced` makes a fence longer than any in the text, so shorter ones belong to the text.
         if fence and mark and mark[1] == fence:
             if blocks:
                 blocks[-1][1].append(lines.getvalue().rstrip("\n"))

@@ -147,6 +147,7 @@ class AttentionPictures(Callback):
         """Register hooks that capture the attention of each layer with at most ``max_tokens`` tokens."""
         self._weights, self._mixing, self._layouts = {}, {}, {}
         self._hooks = [
+            # Before the forward pass, because the matrix is computed again from the layer's inputs; no layer returns it.
             layer.register_forward_pre_hook(partial(self._capture, number), with_kwargs=True)
             for number, layer in numbered_layers(module).items()
             if layer.layout.num_tokens <= self.max_tokens
@@ -161,17 +162,20 @@ class AttentionPictures(Callback):
     def _capture(self, number: str, layer: Attention, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         x = args[0][self.sample : self.sample + 1]
         mask = args[1] if len(args) > 1 else kwargs.get("key_mask")
+        # A layer in a pretrained model has no projections of its own, and gets them with each call.
         layer_arguments = {name: kwargs[name] for name in ("rotary", "projections") if layer.qkv is None}
         weights = layer.attention_matrix(
             x, None if mask is None else mask[self.sample : self.sample + 1], **layer_arguments
         )[0]
         if layer.block_ordered and not layer.layout.is_raster:
+            # [H, N, N] with both axes in block order; pictures show raster order.
             inverse = layer.layout.inverse.to(weights.device)
             weights = weights.index_select(1, inverse).index_select(2, inverse)
         self._layouts[number] = layer.layout
         self._weights[number] = weights.float().cpu()
         if isinstance(layer, MHLA):
             mixing = layer.mixing.matrix().detach().float().cpu().clone()
+            # A causal layer never uses the coefficients of later blocks, whatever their values are.
             hidden = torch.ones(mixing.shape[-2:], dtype=torch.bool).triu(1)
             self._mixing[number] = mixing.masked_fill(hidden, float("nan")) if layer.causal else mixing
 
@@ -283,6 +287,7 @@ def _first_validation_batch(trainer: Trainer, module: LightningModule) -> Any:
     if not loaders:
         return None
     loader = loaders[0]
+    # Iterating over a ResumableLoader would start worker processes and downloads for a single batch.
     batch = loader.first_batch() if isinstance(loader, ResumableLoader) else next(iter(loader), None)
     if batch is None:
         return None

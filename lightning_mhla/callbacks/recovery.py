@@ -92,6 +92,7 @@ class Recovery(Checkpoint):
         self.started_from: str | None = None
         self._best = BestCheckpoints()
         self._plan: dict[str, list[str]] = {"names": [], "removals": []}
+        # `_row_is_due`: a step has begun, and Lightning has not yet passed its metrics to the loggers.
         self._due = self._stopping = self._row_is_due = self._stopped_inside_epoch = self._finished = False
         self._stops: list[int] = []
         self._row: dict[str, Any] | None = None
@@ -192,6 +193,7 @@ class Recovery(Checkpoint):
         if trainer.state.fn != "fit" or read_from is None:
             return
         plan = (states.get(self.state_key) or {}).get("plan")
+        # The plan of a different run, from whose checkpoint this run starts, concerns files of that run.
         if plan and trainer.is_global_zero and lies_in(Path(read_from), self._folder):
             complete(plan, Path(read_from), self._folder)
         trainer.strategy.barrier()  # wait until the first process has completed the plan
@@ -227,6 +229,7 @@ class Recovery(Checkpoint):
 
         The save is postponed if a validation or the end of the epoch follows, or while gradients are being accumulated.
         """
+        # The clock and the signals differ between processes, but saving is collective, so all of them must decide the same.
         stop, due = self._agreement.any(self.signals.received is not None, self._is_due(trainer))
         self._due, self._stopping = self._due or due, self._stopping or stop
         # Between two batches of an optimizer step nothing is saved: a checkpoint does not contain accumulated gradients.
@@ -267,12 +270,14 @@ class Recovery(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         """Save the state together with all processes, create links to it for ModelCheckpoints, and remove older states."""
         if self._stopping and not (self._due or self._best.wanted or self._finished):
+            # Without the signal, this step would not have been saved.
             self._stops.append(trainer.global_step)
         self._due = False
         if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set when the trainer is created
             self.leaving = self._stopping
             return
         state, last = self._folder / RECOVERY / f"step={trainer.global_step:08d}.ckpt", self._folder / LAST
+        # First, because a ModelCheckpoint with `save_last` may add its own path to the requests, which the plan then includes.
         self._best.name_last(last)
         # The state must list its names before it is written, so that a start after a crash in between can complete them.
         self._plan = self._best.plan(self._folder)
@@ -283,6 +288,7 @@ class Recovery(Checkpoint):
         if is_complete:
             give_second_name(state, last)
         self._best.finish(trainer, state if trainer.strategy.broadcast(is_complete) else None)
+        # Only now, so that a complete state exists at every moment.
         for old in self._superseded(state) if trainer.is_global_zero else ():
             trainer.strategy.remove_checkpoint(old)
         self.leaving = self._stopping
@@ -304,6 +310,7 @@ class Recovery(Checkpoint):
         steps = {path: step for path in state.parent.iterdir() if (step := step_of(path)) is not None}
         regular = [path for path in sorted(steps, key=lambda path: steps[path]) if steps[path] not in self._stops]
         stops = [path for path in steps if steps[path] in self._stops]
+        # A new state that is itself a stop stays until the next save.
         return [path for path in (*regular[: -self.keep], *stops) if path != state]
 
 
@@ -338,6 +345,7 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
     if not moved:
         return
     number = 1
+    # Not `exists`, which is False for a broken link.
     while os.path.lexists(target := folder / f"set-aside-{number}"):
         number += 1
     for path in moved:
@@ -369,6 +377,7 @@ def _header(path: Path) -> dict[str, Any] | None:
 
 def _is_over(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
+    # `current_epoch` counts this epoch only after the hooks of its end.
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
     return last_epoch or 0 <= trainer.max_steps <= trainer.global_step or trainer.should_stop
 

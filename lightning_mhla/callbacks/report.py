@@ -107,6 +107,7 @@ class RunReport(Callback):
         Before training begins, nothing is written, so that files of an earlier part of the run remain. After an error, nothing
         is written, because a full disk, for example, would only lead to a second error.
         """
+        # `run_folder` needs all processes. `RunStopped`, a SystemExit, is raised on all of them; Ctrl+C may reach only some.
         all_stop = isinstance(exception, SystemExit) or (
             isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1
         )
@@ -139,6 +140,7 @@ class RunReport(Callback):
                 step, value = choose(finite, key=lambda point: point[1])
                 best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
                 score = callback.best_model_score
+                # The best value has a file only if a ModelCheckpoint saved at that validation.
                 if callback.best_model_path and score is not None and float(score) == value:
                     best["file"] = Path(callback.best_model_path).name
         parameters = list(pl_module.parameters())

@@ -99,8 +99,10 @@ class StallWatch(Callback):
         patience, warned_for = self.seconds, -1.0
         latest_messages: dict[int, tuple[str, float]] = {}
         while not self._over.wait(self.interval):
+            # Read once: the main thread may change it at any time.
             moved = self._moved
             stalled_seconds = time.monotonic() - moved
+            # There was progress since the last warning, so this is a new stall.
             if moved != warned_for:
                 patience = self.seconds
             try:
@@ -112,6 +114,7 @@ class StallWatch(Callback):
             # Wait twice as long before the next warning about the same stall.
             patience, warned_for = 2 * stalled_seconds, moved
             behind = min(states, key=lambda rank: self._order(states[rank]))
+            # A process that evaluates still sends heartbeats. One that has gone silent has not merely a long evaluation.
             evaluates = states[behind]["evaluates"] and states[behind]["silent"] <= self.seconds / 2
             if self._rank == 0 and evaluates:
                 log.info("evaluating for %.0f s so far", stalled_seconds)
@@ -136,6 +139,7 @@ class StallWatch(Callback):
             "evaluates": self._evaluates,
             "host": platform.node(),
             "waits": self._waits_for_others(),
+            # changes the message even without progress, so that a stalled process differs from a dead one
             "beat": time.monotonic(),
         }
         if self._store is None:

@@ -65,6 +65,7 @@ def read_picture(path: Path) -> StoredPicture | None:
     """
     content, dark = path.read_bytes(), path.parent / DARK / path.name
     if path.suffix == ".gif":  # open_image does not read animations
+        # The header: "GIF89a", width and height in two bytes each, flags (byte 10), background and aspect ratio.
         width = int.from_bytes(content[6:8], "little")
         is_gif = content.startswith(b"GIF8")
         return StoredPicture(TYPES[".gif"], content, None, width, _comment(content)) if is_gif else None

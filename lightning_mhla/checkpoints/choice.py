@@ -70,6 +70,7 @@ def best_checkpoint(run: Path) -> Path:
     Raises:
         FileNotFoundError: if the run has no best checkpoint, or its file no longer exists.
     """
+    # The latest readable checkpoint has the current list of best checkpoints; older ones may name removed files.
     for state in find_checkpoints(run):
         callbacks = _callbacks(state)
         for saved in callbacks.values():

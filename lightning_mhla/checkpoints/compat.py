@@ -96,12 +96,14 @@ def check_optimizer(saved: Sequence[Mapping[str, Any]], kind: str, betas: int, g
     Raises:
         ValueError: if the numbers of beta coefficients, the numbers of groups or the group sizes differ.
     """
+    # The name of the optimizer is not stored in its state.
     saved_betas = len(saved[0].get("betas", ())) if saved else 0
     if saved_betas and saved_betas != betas:
         raise ValueError(
             f"the checkpoint was trained with a different optimizer than {kind}; set training.optimizer.kind back, or "
             "start a new run from the weights (--model.pretrained)"
         )
+    # torch assigns states to parameters by position, so a different grouping would load states of other parameters.
     saved_sizes = [len(group["params"]) for group in saved]
     if saved_sizes != list(group_sizes):
         raise ValueError(

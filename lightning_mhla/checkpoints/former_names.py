@@ -54,6 +54,7 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
     moved = {}
     for old, new in MOVED[root].items():
         group, name = new.split(".")
+        # The fields of the default value tell what the group accepts, without evaluating type annotations.
         if old not in defaults and hasattr(defaults.get(group), name):
             moved[old] = new
     return moved
@@ -120,6 +121,7 @@ def _defaults(kind: type) -> dict[str, Any]:
         if "__init__" not in vars(base) or base is object:
             continue
         parameters = inspect.signature(base.__init__).parameters  # type: ignore[misc]
+        # Entries of subclasses come last, because they override those of base classes.
         defaults = {**{name: parameter.default for name, parameter in parameters.items()}, **defaults}
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
             break

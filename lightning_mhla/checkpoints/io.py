@@ -142,6 +142,7 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
 
 def _explained(error: Exception, path: Path) -> OSError:
     """Convert an error in writing a checkpoint to an OSError that names the path, the cause and the free disk space."""
+    # torch's zip writer raises a RuntimeError of its own for a full disk; the OSError behind it names the cause.
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
     free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0
@@ -196,6 +197,7 @@ def read_file(path: Path) -> dict[str, Any]:
         ValueError: if the file is truncated, has no ``state_dict``, or contains anything but tensors and plain values.
     """
     with _told(path):
+        # Memory-mapped: a header is read from a checkpoint of many gigabytes without reading its tensors.
         content = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     if not isinstance(content, dict) or not isinstance(content.get("state_dict"), dict):
         raise ValueError(f"{path} holds no state_dict: it is not a training checkpoint")
@@ -254,6 +256,7 @@ def find_checkpoints(folder: Path) -> list[Path]:
     checkpoint_folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
     states, others = _checkpoints_in(checkpoint_folder / RECOVERY), _checkpoints_in(checkpoint_folder)
     if states:
+        # `last.ckpt` is a second name of the latest of these states, so it belongs to their group.
         states += [path for path in others if path.name == LAST]
         others = [path for path in others if path.name != LAST]
     return [*sorted(states, key=_rank, reverse=True), *sorted(others, key=_rank, reverse=True)]
@@ -346,6 +349,7 @@ def _only_run_below(folder: Path) -> Path:
         FileNotFoundError: if there is not exactly one run below it. If there are several, the message names up to three.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
+    # Checkpoints lie in RUN/checkpoints/recovery, in RUN/checkpoints, or directly in RUN.
     runs = {place.parent if place.name == RECOVERY else place for place in places}
     runs = {place.parent if place.name == CHECKPOINTS else place for place in runs}
     if len(runs) == 1:

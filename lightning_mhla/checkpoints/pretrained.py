@@ -160,6 +160,7 @@ def adopt(
         owner, _, leaf = name.rpartition(".")
         if name not in state:
             (report.left if _is_added(name) or name.startswith(tuple(heads)) else wrong).append(name)
+        # Equal shapes do not suffice for mixing coefficients: 2 x 8 and 4 x 4 blocks both have 16 x 16.
         elif state[name].shape == tensor.shape and not _moves(mixing.get(owner), source.block_grid):
             fitted[name] = tensor
             report.taken.append(name)
@@ -175,6 +176,7 @@ def adopt(
             report.initialized.append(name)
         else:
             wrong.append(f"{name} {list(tensor.shape)} for {list(state[name].shape)}")
+    # Several names of one parameter: loading would silently keep the last value.
     shared = _shared_names(network)
     for names in {group for name, group in shared.items() if name in fitted}:
         first, *others = (name for name in names if name in fitted)
@@ -183,6 +185,7 @@ def adopt(
                 f"pretrained {path} has different weights {first} and {different}, which this model shares; build it with "
                 "separate ones (--model.shape.tie_embeddings=false for a language model)"
             )
+    # Exported files store a shared parameter under one of its names only.
     through_shared = [
         name for name in state if name not in source.weights and fitted.keys() & set(shared.get(name, ()))
     ]
@@ -196,6 +199,7 @@ def adopt(
             f"pretrained {path} is from a model of a different shape: {'; '.join(parts[:3])} ({len(parts)} tensors in all); "
             "set width, depth, heads and patches as it was trained"
         )
+    # Not strict, because tensors that keep their initial values are missing. Other missing tensors are errors above.
     network.load_state_dict(fitted, strict=False)
     log.info("started from %s: %s", path, report)
     return report
@@ -242,6 +246,7 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
         raise ValueError(
             f"positions of {position.shape[1]} tokens cannot be resized to {tokens}: both numbers must be squares"
         )
+    # [1, N, dim] to [1, dim, old, old], in float32 for the weighted sums of the interpolation.
     grid = position.float().transpose(1, 2).unflatten(-1, (old, old))
     grid = F.interpolate(grid, (new, new), mode="bicubic", antialias=new < old, align_corners=False)
     return grid.flatten(2).transpose(1, 2).to(position.dtype)

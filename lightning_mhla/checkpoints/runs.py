@@ -72,6 +72,7 @@ class RunFolder:
         self.path = path
         self._lock: TextIO | None = None
         path.mkdir(parents=True, exist_ok=True)
+        # Only rank 0: the lock excludes other runs, not other processes of this run.
         if is_first_process():
             check_folder(path)
             self._take(WAIT_AFTER_REQUEUE if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0.0)
@@ -118,6 +119,7 @@ class RunFolder:
                 replaced = REPLACED.fullmatch(path.name)
                 if replaced and not os.path.lexists(folder / replaced[1]):
                     path.rename(folder / replaced[1])
+                # Here the new version of a replaced folder has its name already.
                 elif replaced or UNFINISHED.fullmatch(path.name):
                     remove(path)
                 elif path.name.endswith(".ckpt.old") and _is_lost(path):
@@ -165,6 +167,7 @@ def is_run(path: Path) -> bool:
         return False
     if any(re.fullmatch(r"step=\d{8,}\.ckpt", file.name) for file in (path / CHECKPOINTS / RECOVERY).glob("*.ckpt")):
         return True
+    # Runs of versions without lock files and without the folder `recovery`.
     config = _head(path / CONFIG)
     is_config = config.startswith(WRITTEN_BY_LIGHTNING) or (
         re.search(r"^model:", config, re.MULTILINE) and re.search(r"^(trainer|data):", config, re.MULTILINE)
@@ -291,6 +294,7 @@ def _remove_without_files(folder: Path, ignored: Collection[str]) -> None:
     if folder.is_dir() and all(path.parent == folder and path.name in ignored for path in files):
         for path in files:
             path.unlink(missing_ok=True)
+        # In reverse order, so that inner folders are removed before those that contain them.
         for path in sorted((*(path for path in entries if path not in files), folder), reverse=True):
             with suppress(OSError):  # a logger has written again, which must not hide the error of the start
                 path.rmdir()

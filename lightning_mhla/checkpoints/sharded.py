@@ -36,6 +36,7 @@ def check_sharded(path: Path) -> None:
         raise ValueError(f"{path / MANIFEST} is not a list of files ({error})") from error
     for name, (size, crc32) in expected.items():
         file = path / name
+        # A name with a slash would point outside the folder.
         if Path(name).name != name or not file.is_file():
             raise ValueError(f"{file} is missing")
         if file.stat().st_size != size or checksum(file) != crc32:

@@ -68,6 +68,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
     entries = {name: _entry(name, entry, room) for name, entry in listed["entries"].items()}
     paths = {name: tuple(path) for name, path in listed["paths"].items()}
     for name, path in paths.items():
+        # An index becomes a position in a list, and a huge one would make torch fill the list up to it.
         if name not in entries or not all(isinstance(key, str) or 0 <= key < len(paths) for key in path):
             raise ValueError(f"{name[:80]!r} is kept under {str(path)[:80]}")
     pieces = {}
@@ -99,6 +100,7 @@ def _shape(values: list[int]) -> torch.Size:
 
 
 def _number(value: Any) -> int:
+    # Not isinstance, which accepts True.
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{str(value)[:80]!r} is not a number of elements or bytes")
     return value

@@ -65,6 +65,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
             torch.save(other_entries, aside / REST)
             (aside / LAYOUT).write_text(json.dumps(pack_layout(metadata)))
         own_files = [aside / REST, aside / LAYOUT, aside / ".metadata"] if rank == 0 else []
+        # torch names the files of a process __RANK_NUMBER.distcp.
         own_files += sorted(aside.glob(f"__{rank}_*"))
         for file in own_files:
             flush(file)
@@ -81,6 +82,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
         raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
     if rank == 0:
         listed = {name: facts for _, part in parts for name, facts in part.items()}
+        # Last, because a folder counts as complete once it has a manifest.
         write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
         exchange(aside, path)
     dist.barrier()

@@ -29,6 +29,7 @@ def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) 
         strict: whether to raise an error if names in ``state`` and in the module differ.
     """
     sharded = any(is_shard(parameter) for parameter in module.parameters())
+    # `load_state_dict` cannot copy a full tensor into a shard.
     if sharded and not any(is_shard(value) for value in state.values()):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 

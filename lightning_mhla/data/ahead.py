@@ -34,6 +34,7 @@ class FetchAhead:
     def __init__(self, cache: ShardCache, paths: Sequence[Path], shards: np.ndarray) -> None:
         self.cache, self.paths = cache, paths
         numbers, first = np.unique(shards, return_index=True)
+        # `unique` returns first positions. Of the reversed order, these are the last ones.
         last = len(shards) - 1 - np.unique(shards[::-1], return_index=True)[1]
         order = np.argsort(first)
         self._numbers, self._last = numbers[order], last[order]
@@ -65,6 +66,7 @@ class FetchAhead:
         # the plan changes only when the last sample of a shard has been read
         self._next = int(self._last[remaining].min(initial=np.iinfo(np.int64).max - 1)) + 1
         coming = [self.paths[number] for number in self._numbers[remaining] if self.paths[number] in self.cache.urls]
+        # A prefix of the shards in reading order, so that what is needed first is never displaced by what is needed later.
         fitting = np.cumsum([self.cache.sizes[path] for path in coming]) <= self.cache.room
         with self._changed:
             self._wanted = coming[: int(fitting.sum())]
@@ -75,6 +77,7 @@ class FetchAhead:
             with self._changed:
                 wanted_paths = self._wanted
             fetched = False
+            # All threads go through the same list; a shard that one of them downloads is locked, and the others take the next.
             for path in wanted_paths if self.cache.ahead is self else []:
                 if self._stop.is_set():
                     return

@@ -121,6 +121,7 @@ class ShardCache:
 
     def _keep(self, file: Path, content: bytes) -> None:
         """Write a small file to the cache atomically, after removing unused shards if space is needed."""
+        # Inside this lock, no other process takes the temporary file for one that a killed process left behind.
         with self._room_for(len(content), None):
             self._folder(file.parent)
             with written_whole(file) as aside:
@@ -149,6 +150,7 @@ class ShardCache:
             ForeignFileError: if the file in the cache belongs to a different user.
         """
         try:
+            # If the shard is removed before it is locked, its data stays readable through the descriptor.
             descriptor = _open(path, os.O_RDONLY)
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except FileNotFoundError:
@@ -192,6 +194,7 @@ class ShardCache:
         while True:
             descriptor, is_current, complete = _open(part, os.O_RDWR | os.O_CREAT), False, False
             try:
+                # A reader waits for a download of another process; a thread that downloads ahead takes a different shard.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if keep is None else fcntl.LOCK_NB))
                 # while this one waited for the lock, a different process may have renamed or removed the file
                 is_current = _is_at(descriptor, part)
@@ -469,6 +472,7 @@ def _remove_unlocked(file: Path) -> bool:
     except ForeignFileError:
         return False
     try:
+        # A shard that a process reads has a shared lock, and an unfinished one the exclusive lock of its download.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         file.unlink()
     except BlockingIOError:

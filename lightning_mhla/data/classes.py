@@ -54,6 +54,7 @@ def read_classes(file: Path) -> list[str] | None:
     if (size := file.stat().st_size) > LARGEST_LIST:
         raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write one name per line")
     names = read_text(file).split("\n")
+    # The file ends with a line feed, after which `split` returns an empty name.
     names = names[:-1] if names and not names[-1] else names
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)

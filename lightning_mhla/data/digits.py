@@ -72,6 +72,7 @@ def _mnist() -> tuple[Tensor, Tensor]:
 
 
 def _part(images: Tensor, labels: Tensor, train: bool, held_out: int) -> tuple[Tensor, Tensor]:
+    # A fixed seed, so that the calls for both parts divide the images in the same way.
     order = torch.from_numpy(np.random.default_rng(0).permutation(len(labels)))
     chosen = order[held_out:] if train else order[:held_out]
     return images[chosen].unsqueeze(1), labels[chosen].long()

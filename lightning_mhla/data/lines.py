@@ -224,6 +224,7 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
             head, *more_lines = text.split("\n")
             parts.append(head)
             length += len(head)
+            # Only the line that continues over several pieces; other lines are shorter than a piece.
             if length > longest:
                 raise ValueError(
                     f"{shown(source)}: line {number} has more than {longest} characters; break it into several lines"
@@ -310,6 +311,7 @@ def parse_json(text: str, where: str) -> Any:
     try:
         try:
             return json.loads(text)
+        # JSONDecodeError is a ValueError, so it must not reach the next clause.
         except json.JSONDecodeError:
             raise
         except ValueError:  # an integer has more digits than Python converts

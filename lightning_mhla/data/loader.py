@@ -91,6 +91,7 @@ class _SeededSamples(Dataset):
         groups = sample_groups(self.source)
         if groups is None:
             return (index + 1) % len(self.source)
+        # The replacement is stacked with the other samples of the batch, so it must have their shape.
         alike = np.flatnonzero(groups == groups[index])
         return int(alike[(np.searchsorted(alike, index) + 1) % len(alike)])
 
@@ -168,6 +169,7 @@ def outlive_signals(worker: int = 0) -> None:
 
 
 def _await_signals(parent: int) -> None:
+    # The default action of SIGALRM ends the process. Each signal starts the time again.
     while signal.sigwaitinfo(STOPS).si_pid != parent:
         signal.alarm(WORKER_SECONDS)
     os._exit(0)
@@ -309,11 +311,13 @@ class ResumableLoader:
         order = epoch_order(self.source.shard_sizes, self.seed, epoch, self.window)
         if self.groups is not None:
             order = grouped_order(order, self.groups, self.batch_size)
+        # Positions count samples of all processes, so that the position is the same for any number of processes.
         remaining = slice(done * self.batch_size, None if steps is None else steps * self.batch_size)
         order, copies = repeated(order, self.repeats)
         return order[remaining], copies[remaining], epoch
 
     def _evaluation(self, order: np.ndarray) -> Iterator[list[Ticket]]:
+        # `order` is sorted by group; each part has one group.
         parts = [order] if self.groups is None else np.split(order, np.cumsum(np.bincount(self.groups))[:-1])
         batches = (
             [ticket._replace(index=int(samples[ticket.index])) for ticket in batch]
@@ -353,6 +357,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options that determine the sample order, which are saved in checkpoints and compared on resume."""
+        # A checksum, because a checkpoint should not hold a number for each sample.
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
         return {"samples": len(self.source), "repeats": self.repeats, **options}

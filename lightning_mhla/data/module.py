@@ -140,6 +140,7 @@ def process_share(trainer: Trainer | None) -> tuple[int, int]:
 
     Without a trainer, the result is ``(0, 1)``.
     """
+    # Not the rank in the world: processes that share sequences read the same samples.
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 
@@ -220,6 +221,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             loader.check_order(self._trained_with)
         self._order, self._train_loader = loader.state_dict(), loader
         if self.trainer is not None:
+            # A function and not a value, because the position changes from epoch to epoch.
             loader.progress = self._progress
         return loader
 
@@ -282,6 +284,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         rank, world = process_share(self.trainer)
         shards = self.shards if isinstance(self.shards, ShardSets) and stage != "predict" else None
         options = self.shard_options
+        # Evaluation does not shuffle.
         ahead = None if shards is None else shards.ahead(stage, options.shuffle_window if train else 1)
         source = self.source(stage)
         return ResumableLoader(

@@ -162,6 +162,7 @@ def resume_order(
         ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an
             origin was added, or an origin of a complete shard was changed or removed.
     """
+    # As a record holds them: tuples become lists, keys become strings.
     options = redacted(json.loads(json.dumps(options)))
     written = _read(shards)
     if not shards.finished() and not _is_begun(written, options, origins):
@@ -190,6 +191,7 @@ def resume_order(
         )
     if repaired := [sample for sample in samples if sample.place == SKIPPED and sample.changed]:
         log.warning("%d skipped files have changed since; --force makes all shards again with them", len(repaired))
+    # Shards that are still to be written use the repaired files, so the record must describe these.
     if any(sample.place == OPEN and sample.changed for sample in samples):
         current_lines = _record_all(origins)
         pairs = zip(samples, lines, strict=True)

@@ -232,12 +232,14 @@ class Download:
 
     def _attempt_other(self, system: Any, path: str) -> None:
         start = self.sink.tell()
+        # fsspec caches listings, and with them the size and version of the previous attempt.
         if start:
             system.invalidate_cache()
         version = Version(tag=str(system.ukey(path)), size=system.info(path).get("size"))
         if self.version.differs(version):
             self.restart()
         self.version = version
+        # Files are read once from start to end, so a block cache would only copy.
         with system.open(path, "rb", block_size=CHUNK, cache_type="none") as source:
             if self.sink.tell():
                 source.seek(self.sink.tell())
@@ -325,6 +327,7 @@ def download(
             if _status(error) == RANGE_OUTSIDE and sink.tell():
                 parts.restart()  # the file is shorter than it was
                 error = EOFError("the file has changed on the server; starting over")
+            # An attempt with progress restarts the count, so that a long download survives any number of interruptions.
             failures = 1 if sink.tell() >= furthest + PROGRESS else failures + 1
             furthest = max(furthest, sink.tell())
             _wait(url, error, failures, attempts, stop)
@@ -428,6 +431,7 @@ def _is_lasting(error: Exception) -> bool:
         if isinstance(cause, InvalidURL | NonHttpUrlClientError | RedirectClientError | TooManyRedirects):
             return True
         if isinstance(cause, socket.gaierror):
+            # EAI_AGAIN means that the name server did not answer; other errors mean that the name is unknown.
             return cause.errno != socket.EAI_AGAIN
         if isinstance(cause, ssl.SSLError):
             return not isinstance(cause, CUT)

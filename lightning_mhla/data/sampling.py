@@ -73,9 +73,11 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
     """
     group_of_sample = groups[order]
     positions_by_group = [np.flatnonzero(group_of_sample == group) for group in np.unique(group_of_sample)]
+    # [batches of the group, batch]; an incomplete last batch is cut off.
     batches_by_group = [
         positions[: len(positions) // batch * batch].reshape(-1, batch) for positions in positions_by_group
     ]
+    # The empty array gives the result its shape if no group fills a batch.
     batches = np.concatenate([*batches_by_group, np.zeros((0, batch), np.int64)])
     return order[batches[np.argsort(batches[:, -1])]].reshape(-1)
 
@@ -141,6 +143,7 @@ def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Itera
     rounds = -(-samples // batch)
     for step in range(rounds):
         first = step * batch
+        # The last batch may be smaller: all processes read the same number, as few as possible.
         size = min(share, -(-(samples - first) // world))
         indices = [first + rank + i * world for i in range(size)]
         yield [Ticket(0, min(index, samples - 1), index < samples) for index in indices]
@@ -153,6 +156,7 @@ def seed_sample(seed: int, ticket: Ticket) -> None:
         seed: seed of the training run.
         ticket: request for the sample. Its epoch, index and copy select the random numbers.
     """
+    # The first copy has the random numbers of a run without repeats.
     _seed_all([seed, _SAMPLE, ticket.epoch, ticket.index, *([ticket.copy] if ticket.copy else [])])
 
 
@@ -197,6 +201,7 @@ def kept_random_state() -> Iterator[None]:
 def _seed_all(entropy: list[int]) -> int:
     word = int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0])
     random.seed(word)
+    # NumPy's global generator takes seeds of 32 bits.
     np.random.seed(word & 0xFFFFFFFF)
     torch.default_generator.manual_seed(word)  # torch.manual_seed queues a seed for CUDA too, with a stack trace each
     return word

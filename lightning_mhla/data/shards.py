@@ -316,10 +316,12 @@ class ShardReader:
             )
         offset = int(table.offsets[row, table.extensions.index(extension)])
         with self._file(shard) as descriptor:
+            # pread does not move the file position, which threads and forked processes share.
             data = os.pread(descriptor, size, offset + start)
             status = os.fstat(descriptor)
         if len(data) < size:
             raise BrokenSampleError(f"{self.describe(index)}: .{extension} is cut short, {len(data)} of {size} bytes")
+        # The cache changes the modification time of a streamed shard at each use.
         written = table.written if self.shards[shard] not in self._urls else status.st_mtime_ns
         if (status.st_size, status.st_mtime_ns) != (table.size, written):
             raise ShardUnavailableError(
@@ -385,6 +387,7 @@ class ShardReader:
                 range is 0 to ``len(labels) - 1``.
         """
         num_classes = num_classes if labels is None else len(labels)
+        # 32 bytes: a label has at most nine digits, and an error message shows the beginning.
         text = self.read(index, self.extension(index, ("cls",)), count=32)
         label = int(text) if re.fullmatch(rb"\s*\d{1,9}\s*", text) else -1
         if not 0 <= label < num_classes:

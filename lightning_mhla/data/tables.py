@@ -160,6 +160,7 @@ class TarCheck:
             size = int(size_record[1])  # members of more than 8 GiB have their size in a PAX header
         self._kept = member.type == tarfile.XHDTYPE
         self._further.clear()
+        # As in tarfile: links, folders and devices have no content, whatever their size field says.
         has_content = member.isreg() or member.type not in tarfile.SUPPORTED_TYPES or member.type in FURTHER
         self._left = -(-size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE if has_content else 0
 
@@ -233,6 +234,7 @@ def load_table(path: Path, cache: Path | None = None) -> MemberTable:
         ValueError: if the shard is not a valid tar file.
     """
     stat = path.stat()
+    # Tables of shards in different folders must not overwrite each other.
     hidden = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:16]
     root = cache or default_cache()
     candidates = [table_file(path), root / "tables" / f"{hidden}.npz"]

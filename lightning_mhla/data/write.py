@@ -107,6 +107,7 @@ class Preparation:
     def __enter__(self) -> Preparation:
         world = self.share[1]
         folder, prefix = self.shards.folder, self.shards.prefix
+        # A second process could otherwise delete the shards of a first one that has finished.
         if self.force and world > 1:
             raise ValueError(f"--force is for a single process; delete {folder / prefix}-* instead, then call again")
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,6 +237,7 @@ def write_shards(
     ):
 
         def samples(here: range) -> Iterator[dict[str, Any]]:
+            # `pool.map` encodes all its items ahead of the writer, so it gets only as many as may be in memory.
             for batch in (here[i : i + AT_ONCE] for i in range(0, len(here), AT_ONCE)):
                 numbers = [call.order[number] for number in batch]
                 chosen = [None if number is None else items[number] for number in numbers]

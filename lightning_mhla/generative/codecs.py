@@ -164,6 +164,7 @@ class ClipCodec(FrozenVAE):
         model = self.model(clips.device)
         self.latent_size(*clips.shape[2:])
         with torch.autocast(clips.device.type, enabled=False):
+            # One clip at a time, because the activations of a clip take as much memory as those of many images.
             latents = torch.cat([model.encode(clip[None].float()).latent_dist.mode() for clip in clips])
         mean, deviation = self._moments(clips.device)
         return (latents - mean) / deviation
@@ -270,6 +271,7 @@ class ImageCodec(ScaledVAE):
             ValueError: if the height or width is not a multiple of the autoencoder's compression factor.
         """
         config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        # Each block of the encoder but the last halves both sides (spatial_compression_ratio in diffusers).
         step = 2 ** (len(config.encoder_block_out_channels) - 1)
         if height % step or width % step:
             raise ValueError(

@@ -242,6 +242,7 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
 
     def everyone(values: Tensor) -> Tensor:
         gathered: Any = module.all_gather(values)
+        # all_gather adds an axis of processes, but only if there are several.
         return gathered.reshape(-1, *values.shape[1:])
 
     order = everyone(valid).nonzero()[:, 0]
@@ -265,6 +266,7 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
     rows = [images[label::num_classes][:GRID] for label in range(num_classes)] if labelled else images.split(GRID)
     rows = [row for row in rows if len(row)]
     wide, step = max(map(len, rows)), images.shape[-1] + 1
+    # Lines of one pixel between the images, so one line fewer than images.
     canvas = torch.full((images.shape[1], len(rows) * step - 1, wide * step - 1), 96, dtype=torch.uint8)
     for down, row in enumerate(rows):
         for across, image in enumerate(row):

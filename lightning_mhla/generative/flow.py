@@ -74,5 +74,6 @@ def flow_point(clean: Tensor, noise: Tensor, times: Tensor) -> tuple[Tensor, Ten
     Returns:
         Noisy samples, and velocities (noise minus clean samples), both with the shape of ``clean``.
     """
+    # [B, 1, ...], to multiply samples of any number of axes
     share = (times / TIMESTEPS).view(-1, *(1,) * (clean.dim() - 1))
     return (1 - share) * clean + share * noise, noise - clean

@@ -130,6 +130,7 @@ def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
         rows: n rows to write, ``[n, ...]``.
     """
     with path.open("r+b") as stream:
+        # Reads past the header, whose length depends on the shape.
         version = read_magic(stream)
         assert version == (1, 0)
         read_array_header_1_0(stream)

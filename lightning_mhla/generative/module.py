@@ -72,4 +72,5 @@ def sample_noise(like: Tensor, generators: list[torch.Generator]) -> Tensor:
     Returns:
         Noise ``[B, ...]``.
     """
+    # Drawn on the CPU, so that the noise does not depend on the device.
     return torch.stack([torch.randn(like.shape[1:], generator=generator) for generator in generators]).to(like)

@@ -82,6 +82,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
         FileNotFoundError: if there is no such model at the path or on the hub.
     """
     config = Path(path) / "config.json"
+    # A pipeline has the transformer in a subfolder.
     alone = config.is_file() and read_json(config).get("_class_name") == kind.__name__
     try:
         model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))

@@ -111,6 +111,7 @@ class Backbone(LayoutTables):
             )
             for index, config in enumerate(configs)
         )
+        # With conditioning, the output layer scales and shifts after this norm.
         self.norm = make_norm(norm, dim, affine=condition_dim is None)
         reorders = not self.layout.is_raster
         # not persistent, since the order follows from the options

@@ -138,6 +138,7 @@ def _carry(
             (target / empty).mkdir(parents=True, exist_ok=True)
     for path in filter(is_carried, _files_below(source)):
         new = target / path
+        # The first pass linked this file already.
         if os.path.lexists(new) and os.path.samestat(new.lstat(), (source / path).lstat()):
             continue
         if new.is_dir() and not new.is_symlink():

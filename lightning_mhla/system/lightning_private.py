@@ -134,6 +134,7 @@ def defer_saves(
 
     def want(trainer: Trainer, filepath: str) -> None:
         save(filepath)
+        # Lightning's own method records these two, which keep several triggers from saving the same step again.
         callback._last_global_step_saved = trainer.global_step
         callback._last_checkpoint_saved = filepath
 

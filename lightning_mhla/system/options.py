@@ -55,9 +55,11 @@ def _fits(value: Any, kind: Any) -> bool:
     """Return whether a value has the expected type; always True for types other than number, string, Boolean and Literal."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
+    # Of unions, only `X | None` is taken apart. Other unions, lists and dataclasses are not checked here.
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)
     if any(choice not in (bool, int, float, str, type(None)) for choice in choices):
         return True
+    # A bool is an int for isinstance.
     if isinstance(value, bool):
         return bool in choices
     return isinstance(value, choices) or (isinstance(value, int) and float in choices)

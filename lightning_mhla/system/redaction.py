@@ -55,6 +55,7 @@ def redacted(value: Any, name: str = "") -> Any:
     if isinstance(value, str):
         if value and _is_secret(name):
             return HIDDEN
+        # A value that is one URL may contain spaces and quotes; within a text, these end the URL.
         text = _redact_url(value) if re.match(_START, value) else _redact_urls(value)
         return value if text == value else text
     if isinstance(value, dict | Namespace):
@@ -62,6 +63,7 @@ def redacted(value: Any, name: str = "") -> Any:
         changed = {key: new for key, item in items.items() if (new := redacted(item, str(key))) is not item}
         if not changed:
             return value
+        # A shallow copy, which keeps the class of a Namespace or a dict subclass.
         result = copy.copy(value)
         (result if isinstance(result, dict) else vars(result)).update(changed)
         return result

@@ -66,9 +66,11 @@ def _serve(address: str, port: int, world_size: int) -> Store:
     """Create a torch ``TCPStore`` that listens on one address only, instead of on all addresses."""
     family, kind, protocol, _, socket_address = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
+        # A restarted run finds the port in TIME_WAIT, and must still be able to bind it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(socket_address)
         listener.listen(socket.SOMAXCONN)
+        # Without waiting, since the workers start later. `detach`: the store now owns the socket.
         store: Store = distributed.TCPStore(  # type: ignore[attr-defined]  # torch's stubs lack it
             address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )

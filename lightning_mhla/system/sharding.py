@@ -84,4 +84,5 @@ def shard(
             fully_shard(part, mesh=mesh, reshard_after_forward=False)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
+    # Last: the network then takes only the parameters that no layer has taken.
     fully_shard(network, mesh=mesh, mp_policy=policy)

@@ -50,6 +50,7 @@ class StopSignals:
             # A shell starts background jobs with SIGINT ignored, so that Ctrl+C for the foreground job does not stop them.
             in_background = number == signal.SIGINT and current == signal.SIG_IGN
             if current != self._note and not in_background:
+                # Only the handler from before `start` is restored, not the one that Lightning installed since.
                 self._previous.setdefault(number, current)
                 signal.signal(number, self._note)
 

@@ -112,6 +112,7 @@ class TransformersEncoders(EncoderLibrary):
     def build(self, network: dict[str, Any]) -> Any:
         config = build_configuration(network)
         for name, value in config.to_dict().items():
+            # Configurations of transformers have different names for these rates. A Boolean or None is not a rate.
             if name.endswith(("dropout", "dropout_prob", "drop_path_rate")) and isinstance(value, float):
                 setattr(config, name, 0.0)
         try:
@@ -187,6 +188,7 @@ class TimmEncoders(EncoderLibrary):
         if not model.global_pool:
             raise ValueError("the encoder has no pooling (global_pool); set pooling=first or pooling=mean")
         dtype = next(model.parameters()).dtype
+        # The distances are computed in float32, but the head has the dtype of the network.
         return lambda vectors: model.forward_head(vectors.to(dtype), pre_logits=True).to(vectors.dtype)
 
 

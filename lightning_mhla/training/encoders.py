@@ -133,6 +133,7 @@ class LinearizedEncoder(TrainingModule):
         swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
         choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
         for name, parameter in self.network.named_parameters():
+            # DDP fails if the loss does not depend on a trained parameter.
             if name.startswith(self.library.unused) or name.endswith("mask_token"):
                 parameter.requires_grad_(False)
         if self.training_options.checkpointing:
@@ -253,8 +254,10 @@ class LinearizedEncoder(TrainingModule):
         """
         vectors, wanted = vectors.float(), wanted.float()
         real = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
+        # [B, dim] each; the products below are the cosine similarities [B, B].
         embedding, target = (F.normalize(self.embed(x, mask), dim=-1) for x in (vectors, wanted))
         return {
+            # Divided by the variance, the distance does not depend on the scale of the encoder's vectors.
             "tokens": (vectors - wanted)[real].square().mean() / wanted[real].var().clamp(min=1e-12),
             "embedding": (1 - (embedding * target).sum(-1)).mean(),
             "similarity": (embedding @ embedding.T - target @ target.T).square().mean(),

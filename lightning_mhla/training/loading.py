@@ -59,6 +59,7 @@ def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Mod
     options = {name: value for name, value in present.items() if not name.startswith("_")}
     try:
         module = kind(**options)
+    # Errors of our own checks already say what to do. The others come from options of a wrong type.
     except ValueError:
         raise
     except BROKEN as error:

@@ -165,6 +165,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         decay = self.ema_decay
         average = [] if decay is None else [ExponentialMovingAverage(partial(self.average_decay, decay))]
         callback_types = {type(callback) for callback in self.trainer.callbacks}  # type: ignore[attr-defined]
+        # The user may have added these with other options, which then apply.
         guards: list[type[Callback]] = [FiniteWatch, StallWatch, Forecast]
         compiled = [CompileReport()] if self.training_options.compile else []
         return [
@@ -272,6 +273,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain these
                 gradients.
         """
+        # GradientAccumulationScheduler sets this only at the start of the epoch, which follows this hook.
         self.trainer.accumulate_grad_batches = accumulation(self.trainer, self.trainer.current_epoch)
         if inside_accumulation(self.trainer):
             raise ValueError(
@@ -295,6 +297,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
                 )
         schedules: Any = self.lr_schedulers()
         optimizers: Any = self.optimizers(use_pl_optimizer=False)
+        # A subclass with its own `configure_optimizers` has other groups and another schedule.
         if self._builds_optimizer and isinstance(schedules, LambdaLR):
             # Lightning's tuners may have changed learning rate and batch size since the optimizer was built
             options = asked_options(self.network, self.optimizer_config, *self._lengths(), self._layer_names())
@@ -322,6 +325,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         if self.optimizer_config.layer_decay == 1:
             return []
         blocks = {id(layer) for layer in self.layers()}
+        # With the dot, so that `blocks.1.` is not a prefix of `blocks.10.`.
         names = [f"{name}." for name, module in self.network.named_modules() if id(module) in blocks]
         # parameters outside the blocks are counted with the input, unless their names mark them as part of the output
         root = names[0].split(".")[0]
@@ -348,6 +352,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         check_attention(checkpoint, self.hparams)
         if self._trainer is not None and self._trainer.state.fn == "fit":
             self._prepare_resume(checkpoint)
+        # Last, since `_prepare_resume` may replace `state_dict` with the trained weights.
         check_weights(checkpoint, self.state_dict())
 
     def _prepare_resume(self, checkpoint: dict[str, Any]) -> None:
@@ -358,6 +363,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         Raises:
             ValueError: if the optimizer state in the checkpoint does not fit the optimizer of this run.
         """
+        # At step 0, the tuners themselves load the checkpoint that they saved before their trials.
         if checkpoint.get("global_step"):
             self._leave_out_tuners(checkpoint)
         data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached

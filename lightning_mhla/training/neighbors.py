@@ -75,6 +75,7 @@ def _neighbors(queries: Tensor, index: Tensor) -> Tensor:
     """
     nearest = []
     for start in range(0, len(queries), QUERIES_AT_ONCE):
+        # Cosine similarities [queries, n] of a part of the queries.
         similarity = queries[start : start + QUERIES_AT_ONCE] @ index.T
         rows = torch.arange(len(similarity), device=similarity.device)
         similarity[rows, start + rows] = -torch.inf  # a sample is not its own neighbor
@@ -83,4 +84,5 @@ def _neighbors(queries: Tensor, index: Tensor) -> Tensor:
 
 
 def _share_of(wanted: Tensor, neighbors: Tensor) -> Tensor:
+    # [n, k, 1] and [n, 1, k]: whether each wanted neighbor is among those that were found.
     return (wanted[:, :, None] == neighbors[:, None, :]).any(-1).float().mean()

@@ -105,6 +105,7 @@ def parameter_groups(
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
+        # 0 for the input, len(prefixes) for the output, whose rate is not reduced.
         depth = next((i for i, prefix in enumerate(prefixes) if name.startswith(prefix)), len(prefixes))
         layer = f"-layer{depth}" if config.layer_decay != 1 else ""
         lr = config.lr * config.layer_decay ** (len(prefixes) - depth)
@@ -138,6 +139,7 @@ class Schedule:
 
     def __init__(self, config: OptimizerConfig, steps: float, warmup: int) -> None:
         self.kind, self.steps, self.warmup = str(config.schedule), steps, warmup
+        # LambdaLR only knows factors on the peak rate.
         self.floor = config.min_lr / config.lr if config.lr else 0.0
         self.start, self.top = warmup, 1.0
 
@@ -147,6 +149,7 @@ class Schedule:
             return (step + 1) / self.warmup
         if self.kind == "constant":
             return 1.0
+        # The first maximum is for a run that ends with the warm-up, the minimum for steps after the last one.
         share = min(1.0, (step - self.start) / max(1.0, self.steps - self.start))
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
@@ -210,9 +213,11 @@ def take_over(optimizer: Optimizer, schedule: LambdaLR, options: Asked, step: in
     for index, (group, group_options) in enumerate(zip(optimizer.param_groups, options.groups, strict=True)):
         for name, value in group_options.items():
             previous_value = group[name]
+            # A checkpoint may hold the betas as a list.
             if tuple(previous_value) != tuple(value) if name == "betas" else previous_value != value:
                 changed.append(f"{name} of {group['name']} {previous_value} -> {value}")
                 group[name] = value
+        # The schedule's copy of the peak rates, from which it computes the rates of later steps.
         schedule.base_lrs[index] = group["initial_lr"]
         if changed:
             group["lr"] = group["initial_lr"] * schedule.lr_lambdas[index](schedule.last_epoch)

@@ -58,6 +58,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         Raises:
             ValueError: if ``sequence_parallel_size`` does not divide the number of processes.
         """
+        # Not ModelParallelStrategy's method, which would build a mesh for data and tensor parallelism.
         ParallelStrategy.setup_environment(self)
         self._setup_distributed()
         group_size, processes = self.sequence_parallel_size, self.world_size
@@ -84,6 +85,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         """
         path = Path(self.broadcast(filepath))  # all processes must write into the same folder
         if not self._save_distributed_checkpoint:
+            # Not ModelParallelStrategy's method, which deletes an existing sharded checkpoint before it writes.
             Strategy.save_checkpoint(self, checkpoint, path)
             return
         tensors = {name: checkpoint.pop(name) for name in ("state_dict", LIVE) if name in checkpoint}
@@ -108,6 +110,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
             content = read_file(path)
             load_weights(self.model, content.pop("state_dict"), self._strict)
             for optimizer, state in zip(self.optimizers, content.get("optimizer_states", []), strict=False):
+                # A single file numbers the parameters, as Optimizer.state_dict() does; torch's distributed loading needs names.
                 named = _named(state, optimizer, self.model)
                 set_optimizer_state_dict(
                     self.model, optimizer, optim_state_dict=named, options=StateDictOptions(full_state_dict=True)
@@ -123,6 +126,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         }
         load_tensors(path, weights)
         set_model_state_dict(self.model, weights.pop("state_dict"), options=StateDictOptions(strict=self._strict))
+        # One optimizer at a time, so that only one additional copy of a state is in memory.
         for index, optimizer in enumerate(self.optimizers):
             state = {f"optimizer_{index}": get_optimizer_state_dict(self.model, optimizer)}
             load_tensors(path, state)

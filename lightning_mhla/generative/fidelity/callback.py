@@ -148,6 +148,7 @@ class GenerationMetrics(SampleGrid):
         right = 0
         for tickets, pixels in self._rounds(trainer, module, self.samples):
             features = extract(self.features, network, pixels)
+            # Only tensors can be gathered; the absent features get their place back below.
             present = [feature for feature in features if feature is not None]
             pixels, order, *columns = gather_round(module, tickets, pixels, *present)
             gathered = iter(column.cpu() for column in columns)
@@ -171,6 +172,7 @@ class GenerationMetrics(SampleGrid):
                 self._check_width(reference, module)
                 self._reference = reference
             except (ValueError, FileNotFoundError) as error:
+                # An exception of a library may not be picklable, so its text goes into a built-in class.
                 failed = (FileNotFoundError if isinstance(error, FileNotFoundError) else ValueError)(str(error))
         failed = trainer.strategy.broadcast(failed)  # else the other processes would wait for the first one forever
         if failed is not None:

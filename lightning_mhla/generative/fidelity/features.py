@@ -66,6 +66,7 @@ def fingerprint(network: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(network.state_dict().items()):
         digest.update(name.encode())
+        # `view(-1)` first, because a scalar cannot be viewed as bytes.
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
@@ -272,6 +273,7 @@ def _random_network(seed: int) -> nn.Module:
         convolution = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
         with torch.no_grad():
             convolution.weight.copy_(
+                # He's initialization for ReLU: the variance of the outputs stays that of the inputs through the layers.
                 torch.randn(convolution.weight.shape, generator=generator) * (2 / (9 * inputs)) ** 0.5
             )
         layers += [convolution, nn.ReLU()]
@@ -288,6 +290,7 @@ def _train_on_digits(name: Name, side: int, seed: int, epochs: int) -> DigitNetw
         optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3)
         for _ in range(epochs):
             for rows in torch.randperm(len(labels)).split(64):
+                # Shifts by up to one pixel, so that features do not depend on the exact place of a digit.
                 shifts = torch.randint(-1, 2, (2,)).tolist()
                 scores = network(images[rows].roll(shifts, (2, 3)))[1]
                 loss = F.cross_entropy(scores, labels[rows], label_smoothing=0.05)

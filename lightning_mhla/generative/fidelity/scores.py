@@ -178,6 +178,7 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
         return image_set(path, _shown(batches, local, -(-len(files) // batch_size)), features, device)
     if not local.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a folder of images, or an .npz of images or statistics")
+    # Images have no limit of their own; `read_arrays` bounds them by the size of the file.
     arrays = read_arrays(local, {"arr_0": 1 << 48, **dict.fromkeys(STATISTICS, LARGEST_STATISTICS)})
     return _from_arrays(path, arrays, features, device, batch_size)
 
@@ -297,6 +298,7 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
     if subset > 1:
         metrics = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
         values |= {"kid": metrics[KEY_METRIC_KID_MEAN], "kid_std": metrics[KEY_METRIC_KID_STD]}
+    # Precision and recall need three neighbors of each image.
     if min(len(generated.pooled), len(reference.pooled)) > 4:
         metrics = prc_features_to_metric(generated.pooled, reference.pooled, save_cpu_ram=True, verbose=False)
         values |= {"precision": metrics[KEY_METRIC_PRECISION], "recall": metrics[KEY_METRIC_RECALL]}
