@@ -209,6 +209,7 @@ class TokenLayout(NamedTuple):
         if self.cu_seqlens is None:
             return TokenBlocks(position // self.block_size)
         bounds = on_device(self.cu_seqlens, device)
+        # right=True counts ends up to and including a position: the token at the end of a sequence is the first of the next.
         sequence = torch.searchsorted(bounds[1:].contiguous(), position, right=True)
         return TokenBlocks((position - bounds[sequence]) // self.block_size, sequence)
 
@@ -314,6 +315,7 @@ class BlockPartition(NamedTuple):
                 index = torch.arange(self.blocks, device=mixing.device).clamp(max=mixing.shape[-1] - 1)
                 return mixing[..., index[:, None], index[None, :]]
             return mixing if mixing.shape[-1] == self.blocks else mixing[..., : self.blocks, : self.blocks]
+        # An unused block may have an index beyond the matrix. Its slots are empty, so any coefficient will do.
         local = self.local.clamp(max=mixing.shape[-1] - 1)
         together = self.owner[:, None] == self.owner[None, :]
         return mixing[..., local[:, None], local[None, :]] * together
@@ -339,13 +341,16 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
     if cu_seqlens.device.type == "cpu" and not is_traced() and not isinstance(cu_seqlens, FakeTensor):
         block_bounds = [0, *blocks_of_sequences(cu_seqlens.to(torch.int64), block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(block_bounds) if last > first)
+    # Where the bounds are not read: each sequence adds at most one block that is not full.
     blocks = sequences[-1][1] if sequences else tokens // block_size + counts.numel()
     index = torch.arange(blocks, device=device)
+    # [M] block indices; blocks after the last used one get the owner S.
     owner = torch.searchsorted(ends, index, right=True)
     starts = F.pad(ends, (1, 0))
     local = index - starts[owner]
     where = layout.token_blocks(device)
     assert where.sequence is not None
+    # [N] position of each token in its sequence
     within = torch.arange(tokens, device=device) - bounds[where.sequence]
     slot = (starts[where.sequence] + where.block) * slots + within % block_size
     return BlockPartition(tokens, blocks, slots, slot, local, owner, sequences)

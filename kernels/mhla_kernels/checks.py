@@ -47,6 +47,7 @@ def check_problem(
     """
     if causal not in (False, True, "block"):
         raise ValueError(f"causal={causal!r} is not one of False, True, 'block'")
+    # 0, 1 and NumPy's booleans pass the check above, but later code compares by `is True`.
     causal = "block" if causal == "block" else bool(causal)
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -75,6 +76,7 @@ def check_problem(
     else:
 
         def check_sequence(tokens: int) -> None:
+            # The mixing covers one sequence, not the row of all of them.
             _check_mixing_size(mixing, TokenLayout(tokens, layout.block_size), causal, q)
 
         layout = check_packed(layout, cu_seqlens, q.shape[0], mixing.blocks, bool(causal), check_sequence)

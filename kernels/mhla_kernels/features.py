@@ -70,6 +70,7 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> 
     if relu:
         mapped = rectify(mapped)
     pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
+    # pairs: [B, N, H, D / 2, 2]; the angles get an axis of length 1 for the heads.
     a, b = pairs.unbind(-1)
     cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))
     rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)

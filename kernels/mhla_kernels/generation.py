@@ -118,12 +118,14 @@ def mhla_prefill(
             start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem.accumulate), kind=kind)
             blocks = summaries(*(in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
             return out, close(start, blocks, counts, mixing, start.may_write(*mapped, *mixing.tensors.values()))
+        # A copy, so that donating the result later leaves `state` as it is.
         if not any(counts):
             return nothing(problem), state.select(range(batch))
         writes = state.may_write(*mapped, *mixing.tensors.values())
         piece = begin(state, counts, mixing, writes)
         start = piece.start
         q_blocks, k_blocks, v_blocks = (in_blocks(x, piece.offsets, block_size) for x in mapped)
+        # In PyTorch only: the kernels cannot start from sums of earlier tokens.
         mixer = _ContinuedMixer(mixing, start, piece.firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, problem.weighting)
         blocks = add_to_first(summaries(k_blocks, v_blocks), start.open)
@@ -220,9 +222,11 @@ def mhla_step(
         owned = opened.owned if is_new else ()
         total = opened.open.add_(summary) if writes and "open" in owned else opened.open + summary
         coefficients = own_coefficients(mixing, [length // block_size for length in state.lengths])
+        # [B, H, W]: finished blocks, and the open block including the new tokens with its own coefficient m[i, i]
         mixture = torch.addcmul(opened.mixture, coefficients, total)
         width = key_width * v.shape[-1]
         out = q @ mixture[..., :width].unflatten(-1, (key_width, -1))
+        # The last K numbers are the mixed sums of the keys. [B, H, C, 1], with C = 1 for a single token.
         total_weight = (q * mixture[..., None, width:]).sum(-1, keepdim=True)
         out = out / (total_weight + eps) if problem.weighting.scale is None else out * problem.weighting.scale
         lengths = tuple(length + count for length in state.lengths)
@@ -437,6 +441,7 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
         x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))  # all rows begin at the same slot
     else:
         slot = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
+        # scatter, because the first slot differs from row to row
         index = slot[..., None, None].expand(batch, tokens, heads, width)
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
     blocks = divide_up(slots, block_size) if slots > block_size else 1
@@ -494,6 +499,8 @@ class _ContinuedMixer(Mixer):
             Mixtures, in the shape of ``summary``.
         """
         part = slice(0, self.key_value) if summary.dim() == 5 else slice(self.key_value, None)
+        # The earlier tokens of the block in which the new tokens begin are read by later blocks as part of its summary, and by
+        # the new tokens of this block with the coefficient m[i, i].
         begun = self.start.open[..., part]
         flat = add_to_first(summary.flatten(3), begun)
         mixed = by_groups(

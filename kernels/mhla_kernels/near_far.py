@@ -153,6 +153,7 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Ten
     largest = (log_factor.detach() + weight.clamp(min=numbers.tiny**LEAST_WEIGHT).log()).masked_fill(
         no_far, numbers.min
     )
+    # One tensor [B, H, ..., C, S] for each group of near tokens.
     scores = [
         ((q if query is None else query) @ k.transpose(-1, -2)).masked_fill(~visible, -torch.inf)
         for k, _, visible, query in near
@@ -220,6 +221,7 @@ class _Combined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sums: Tensor, log_factor: Tensor, masks: list[Tensor], *tokens: Tensor) -> Tensor:
         no_far = sums[..., -1:] <= 0
+        # Logarithm of the sum of all weights of a query, [B, H, ..., C, 1]; each group of near tokens adds its own.
         log_total = (log_factor + sums[..., -1:].log()).masked_fill(no_far, -torch.inf)
         groups = []
         for q, k, v, visible in zip(tokens[::3], tokens[1::3], tokens[2::3], masks, strict=True):
@@ -249,6 +251,7 @@ class _Combined(torch.autograd.Function):
         with without_autocast(sums.device.type):
             gradient = gradient.masked_fill(unseen, 0)
             of_tokens = []
+            # With the combined output and logarithm, torch's formula gives the gradients of the combined attention.
             rows = [_rows(x) for x in (gradient, out, log_total)]
             for q, k, v, visible in zip(tokens[::3], tokens[1::3], tokens[2::3], masks, strict=True):
                 parts = cpu_flash_attention_backward(

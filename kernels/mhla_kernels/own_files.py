@@ -89,6 +89,7 @@ def read_own(path: Path, most: int) -> bytes:
         ValueError: if the file is larger than ``most``.
     """
     with open(open_own(path), "rb") as stream:
+        # One byte more than allowed shows that the file is too large, however large it is.
         content = stream.read(most + 1)
     if len(content) > most:
         raise ValueError(f"{path} has more than {most} bytes")
@@ -113,6 +114,7 @@ def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callabl
     if not is_kind(status.st_mode):
         problem = "is a link" if stat.S_ISLNK(status.st_mode) else "is not of the expected type"
         raise ForeignFileError(f"{path} {problem}, and nothing is read or written through it: {REMEDY}")
+    # The probe writes a file, so it comes last.
     if status.st_uid not in (os.geteuid(), 0) and status.st_uid != _owner_of_new_files(path.parent):
         raise ForeignFileError(f"{path} belongs to another user ({status.st_uid}) and is not used: {REMEDY}")
 

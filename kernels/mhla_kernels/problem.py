@@ -120,6 +120,7 @@ def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         Keys ``[B, N, H, Dk]`` and values ``[B, N, H, Dv]``.
     """
+    # A call without heads is valid and has empty outputs, so H and Hkv may both be 0.
     repeats = q.shape[2] // max(1, k.shape[2])
     return repeat(k, repeats, 2), repeat(v, repeats, 2)
 

@@ -376,6 +376,7 @@ class MHLAState(BlockState):
     @override
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
         summary = draft.tensors["open"][rows]
+        # The finished block is read by the block that opens now.
         draft.finish(rows, block - 1, summary[:, :, None], block)
         draft.put("open", rows, torch.zeros_like(summary))
 
@@ -418,6 +419,7 @@ def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> d
         dtype: dtype of the tensors.
     """
     batch, _, heads, width = q.shape
+    # shape [B, H, W]
     zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=dtype, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
     return {"finished": finished, "open": zeros, "mixture": zeros.clone()}
@@ -457,6 +459,7 @@ def by_groups(groups: Sequence[tuple[Value, Rows]], make: Callable[[Value, Rows]
     parts = [make(value, rows) for value, rows in groups]
     if len(parts) == 1:
         return parts[0]
+    # Several groups always have index tensors: a slice means that all rows are in one group.
     order = torch.cat([rows for _, rows in groups if isinstance(rows, Tensor)])
     return torch.cat(parts).index_select(0, order.argsort())
 
@@ -472,6 +475,7 @@ def own_coefficients(mixing: Mixing, blocks: Sequence[int]) -> Tensor:
         ``[B, H, 1]``, where B or H is 1 if the coefficient does not depend on it.
     """
     last = max(blocks, default=0)
+    # A slice where all rows are at the same block, because a list of indices has to be copied to the device.
     coefficients = mixing.own(slice(last, last + 1) if len(set(blocks)) < 2 else blocks, last + 1)
     return coefficients.reshape(-1, coefficients.shape[-1]).T[..., None]
 

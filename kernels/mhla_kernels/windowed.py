@@ -113,6 +113,7 @@ def mhla_window_attention(
     """
     mixing = as_mixing(mixing)
     if block_grid is not None and sinks and not causal:
+        # Checked here, because later checks see the padded matrix and would report its size.
         if block_size is not None:
             _check_blocks(divide_up(q.shape[1], check_block_size(block_size)), block_grid, True)
         elif block_offsets is not None:
@@ -123,6 +124,7 @@ def mhla_window_attention(
                 f"mixing is for {mixing.blocks} blocks; with sinks, it must be for the {prod(block_grid)} of "
                 f"block_grid={tuple(block_grid)}"
             )
+        # Sinks are near for every query, so the row and the column of their block are zeros.
         mixing = DenseMixing(F.pad(mixing.matrix(prod(block_grid)), (1, 0, 1, 0)))
     problem = check_window(
         q, k, v, q_features, k_features, mixing, block_size, key_mask, cu_seqlens, block_offsets, causal, sinks
@@ -170,12 +172,15 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sin
     index = torch.arange(blocks.blocks, device=x.q.device)
     starts = index == 0 if blocks.local is None else blocks.local == 0
     first = index[:1] if blocks.local is None else index - blocks.local
+    # `first` is the first block of each block's sequence. It has length 1 without packing, where all blocks read the same.
     reads = [y[:, :, first, :sinks] for y in (x.k, x.v)]
     slot = torch.arange(blocks.slots, device=x.q.device)
+    # [M, C, S]: only queries of a first block can come before a sink.
     after = ~starts[:, None, None] | (slot[:, None] >= slot[:sinks])
     sinks_visible = x.visible[:, first, None, :sinks] & after
     x = x.without_sinks(starts, sinks)
     mixer = make_mixer(mixing, blocks)
+    # Block i reads the mixture of block i - 1, which covers the blocks before i - 1: block i - 1 itself is near.
     mixed = _later(mixer(x.sums, causal=True)).masked_fill(starts[:, None, None], 0)
     k_before, v_before, visible_before = (_later(y) for y in (x.k, x.v, x.visible[:, None, ..., None]))
     visible_before = visible_before[:, 0, ..., 0] & ~starts[:, None]

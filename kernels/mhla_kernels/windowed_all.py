@@ -74,6 +74,7 @@ def attend_all(
         far = window.far(tokens, real) if pairs is None else weigh_pairs(tokens, pairs, near)
         return attend_near(tokens, real, near, far)
 
+    # Values held for one batch row and head: scores of all pairs, or summaries of all blocks.
     numbers = layout.tokens**2 if forms.near else blocks.blocks * f.shape[-1] * (v.shape[-1] + 1)
     return in_parts(run, (*tokens, real), q.shape[2] * numbers)
 
@@ -123,10 +124,12 @@ class Window(NamedTuple):
         block, near = _window(self.axes, self.lead, real.device)
 
         def attend(first: int, last: int) -> Tensor:
+            # [m, R] indices of the blocks that each of these m blocks reads
             part = block[first:last]
             visible = (x.visible[:, part] & near[first:last, :, None]).flatten(2)
             groups = [NearTokens(_gather(x.k, part), _gather(x.v, part), visible[:, None, :, None])]
             if sinks:
+                # The sinks lie in the first block; the axis of length 1 serves all blocks.
                 sink_tokens = x.k[:, :, :1, :sinks], x.v[:, :, :1, :sinks]
                 groups.append(NearTokens(*sink_tokens, sinks_visible[:, None, None, None]))
             far = read_mixed(*(y[:, :, first:last] for y in (x.f, mixed, x.far)))
@@ -187,12 +190,14 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
         if is_dynamic(length):  # there may be fewer than three blocks
             width, first = 3, index - 1
         else:
+            # At the edge, the window is moved inward, so that all blocks read equally many; the mask hides what is too far.
             width = min(3, length)
             first = (index - 1).clamp(min=0, max=length - width)
         along = first[:, None] + torch.arange(width, device=device)
         inside = ((along - index[:, None]).abs() <= 1) & (along >= 0) & (along < length)
         along = along.clamp(min=0, max=length - 1)
         size = (block.shape[0] * length, block.shape[1] * width)
+        # Row-major indices: every block so far times every position along this axis, and the same for the windows.
         block = (block[:, None, :, None] * length + along[:, None]).reshape(size)
         near = (near[:, None, :, None] & inside[:, None]).reshape(size)
     return F.pad(block + lead, (0, 0, lead, 0)), F.pad(near, (0, 0, lead, 0))

@@ -61,6 +61,7 @@ def cheapest_forms(layout: TokenLayout, axes: Sequence[int], width: int, feature
     near_in_blocks = tokens * near_blocks * (layout.largest * near_pair + GATHER * (width + value_width))
     far = tokens**2 * (features + value_width + cost["pair"])
     far_in_blocks = (2 * tokens + blocks**2 + cost["summary"] * blocks) * features * (value_width + 1)
+    # Far pairs are only computed together with near pairs, so both parts of the sum are compared.
     if near > near_in_blocks and near + far > near_in_blocks + far_in_blocks:
         return Forms(near=False, far=False)
     return Forms(near=True, far=far < far_in_blocks)

@@ -80,6 +80,7 @@ class MHLAWindowState(BlockState):
 
     @override
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
+        # The block before the open one leaves the window, so its summary joins the finished blocks.
         if block > 1:
             draft.finish(rows, block - 2, draft.tensors["previous"][rows][:, :, None], block - 1)
         summary = draft.tensors["open"][rows].clone()  # the next lines overwrite the memory of "open"
@@ -88,6 +89,7 @@ class MHLAWindowState(BlockState):
         size, sinks = self.kind.block_size, self.kind.sinks
         for name in ("keys", "values"):
             slots = draft.tensors[name][rows]
+            # Drop the older block of the window; the open block takes its place, followed by empty slots for the new one.
             shifted = torch.cat([slots[:, :sinks], slots[:, sinks + size :]], 1)
             draft.put(name, rows, F.pad(shifted, (0, 0, 0, 0, 0, size)))
 
@@ -171,12 +173,15 @@ def mhla_window_prefill(
             ]
         number, slots = new_blocks[0].shape[2:4]
         first = on_device(firsts, q.device)
+        # [B] position after the last token of each row
         ends = first * block_size + on_device(
             [offset + count for offset, count in zip(offsets, counts, strict=True)], q.device
         )
+        # [B, M, C] position of each slot in its row
         position = torch.arange(number, device=q.device)[:, None] * block_size + torch.arange(slots, device=q.device)
         position = first[:, None, None] * block_size + position
         visible = position < ends[:, None, None]
+        # [B, 1, C] slots of the block before; sinks among them are read separately, and negative positions do not exist.
         visible_before = (position[:, :1, :1] - block_size + torch.arange(block_size, device=q.device)) >= sinks
         window = [block_before[:, :, None] for _, block_before, _ in stored]
         sink_tokens = [x for x, _, _ in stored]
@@ -191,9 +196,11 @@ def mhla_window_prefill(
             visible = visible & (position >= sinks)
             g = g.masked_fill((_positions(start, tokens, q.device) < sinks)[..., None, None], 0)
         if number > 1:  # a single block may have fewer than block_size slots, and nothing after it reads it
+            # The block before each new block: the stored one, then the new ones themselves.
             window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, new_blocks, strict=True)]
             visible_before = torch.cat([visible_before, visible[:, :-1]], 1)
         heads = q.shape[2] // k.shape[2]
+        # keys and values of the new blocks, of the blocks before them, and of the sinks
         repeated = [repeat(x, heads, 1) for x in (*new_blocks, *window, *(x[:, :, None] for x in sink_tokens))]
         g_blocks = in_blocks(g, offsets, block_size)
         sums = summaries(g_blocks, in_blocks(repeat(v, heads, 2), offsets, block_size))
@@ -277,6 +284,7 @@ def mhla_window_step(
         position = on_device(state.lengths, q.device)
         slots = sinks + block_size + position % block_size
         rows = torch.arange(len(q), device=q.device)
+        # Sinks are stored twice: in slots of their own, and in their block, where `in_window` below hides them.
         early = [row for row, length in enumerate(state.lengths) if length < sinks]
         tensors = {}
         for name, x in (("keys", k), ("values", v)):
@@ -303,6 +311,7 @@ def mhla_window_step(
         near = [NearTokens(keys, values, visible)]
         if sink_q is not None and sinks:
             sink_query = (sink_q.to(problem.accumulate) * scale)[:, :, None]
+            # Two groups, because each has its own queries.
             near = [
                 NearTokens(keys[:, :, :sinks], values[:, :, :sinks], visible[..., :sinks], sink_query),
                 NearTokens(keys[:, :, sinks:], values[:, :, sinks:], visible[..., sinks:]),
@@ -371,6 +380,7 @@ def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mi
     """
 
     def mixed(first: int, rows: Rows) -> Tensor:
+        # Mixtures are shifted by one block: block i reads what block i - 1 would read, so the last block is not needed.
         chain, finished = sums[rows][:, :, :-1], start.finished[rows]
         if first:
             chain = torch.cat([start.previous[rows][:, :, None], chain], 2)
@@ -411,6 +421,7 @@ def _close(
     for (first, block), rows in groups_of_rows(blocks, [count > 0 for count in counts], sums.device):
         done = block - first
         for name, x, sunk in zip(("keys", "values"), new_blocks, sink_tokens, strict=True):
+            # [rows, M, C, Hkv, D], padded because a single new block may have fewer slots
             by_slot = F.pad(x[rows], (0, 0, 0, size - x.shape[-2])).transpose(1, 2).transpose(2, 3)
             first_slot = start.kind.sinks
             previous = (
@@ -423,6 +434,7 @@ def _close(
             continue
         chain = sums[rows] if first == 0 else torch.cat([start.previous[rows][:, :, None], sums[rows]], 2)
         draft.put("previous", rows, sums[rows][:, :, done - 1].clone())
+        # The chain begins with block first - 1 (or 0), and the window with block - 1: those in between are finished.
         newly_finished = block - 1 - max(first - 1, 0)
         if newly_finished:
             draft.finish(rows, max(first - 1, 0), chain[:, :, :newly_finished], block - 1)

@@ -178,8 +178,11 @@ def mix_by_matrix(matrix: Tensor, together: Tensor | None) -> Callable[[Tensor],
         flat = summary.flatten(3)
         if together is None:
             return _shaped(apply_matrix(matrix, flat), summary)
+        # The zero coefficients between sequences times an infinite sum would be NaN everywhere. Such sums are left out of the
+        # product, and the mixtures that would read them become NaN afterwards.
         broken = ~flat.isfinite().all(-1)  # [B, H, Mk]
         mixed = apply_matrix(matrix, flat.masked_fill(broken[..., None], 0))
+        # shape [B, H, Mq]
         spoilt = (together & broken[:, :, None]).any(-1)
         return _shaped(mixed.masked_fill(spoilt[..., None], torch.nan), summary)
 

@@ -137,6 +137,7 @@ class CrossPartition(NamedTuple):
         assert blocks.owner is not None
         bounds = on_device(layout.cu_seqlens, blocks.owner.device)
         counts = blocks_of_sequences(bounds, layout.block_size)
+        # Unused blocks have the owner S; any count will do for them.
         return counts[blocks.owner.clamp(max=len(counts) - 1)]
 
     def token_blocks(self, device: torch.device) -> tuple[TokenBlocks, TokenBlocks]:
@@ -147,6 +148,7 @@ class CrossPartition(NamedTuple):
         places = []
         for layout, blocks in ((self.layout.queries, self.queries), (self.layout.keys, self.keys)):
             where = layout.token_blocks(device)
+            # token_blocks counts from the start of each sequence, but the rows of `matrix` are the blocks of all sequences.
             if blocks.slot is not None and layout.cu_seqlens is not None:
                 where = TokenBlocks(blocks.slot // blocks.slots, where.sequence)
             places.append(where)

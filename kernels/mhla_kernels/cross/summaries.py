@@ -54,6 +54,7 @@ def summarize_keys(
         feature_map: feature map of the keys.
         key_mask: ``[B, N]`` bool, False for masked keys, which add nothing; None if no key is masked.
     """
+    # There are no queries yet: an empty slice of the keys stands in for them.
     _, k, v = prepare_tokens(k[:, :0], k, v, feature_map, None, key_mask)
     blocks = layout.partition(k.device)
     keys = blocks.split(k)

@@ -156,6 +156,7 @@ def attend_parts(
     rows = max(1, PART // max(1, numbers * v.element_size()))
     if rows >= batch * heads:
         return None
+    # Parts of the heads need coefficients that can be split by head, so they are used only for a single row.
     axis, count = (0, max(1, rows // heads)) if batch > 1 else (2, rows)
     parts = []
     q_parts, k_parts, v_parts = (x.split(count, axis) for x in tensors)

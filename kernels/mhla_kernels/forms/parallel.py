@@ -238,6 +238,7 @@ def _weigh(products: Tensor, coefficients: Tensor, pairs: Pairs, space: Tensor) 
     Returns:
         A view of the workspace, ``[P, N, J]``.
     """
+    # [batch rows of the part, N, J], or [batch rows, heads, N, J] with coefficients for each head
     rows = (-1, *coefficients.shape)
     weights = space[: len(products)]
     torch.mul(products.view(rows), coefficients, out=weights.view(rows))
@@ -286,6 +287,7 @@ def _gradients(
     parts, spaces = _parts(q, k, 2)
     for part in parts:
         queries, keys, values, share = (part.of(x) for x in (q, k, v, gradient))
+        # do / t of the formula, [P, N, V]
         share = share * scale if scale is not None else share / part.of_heads(totals)
         products, in_part = _products(queries, keys, pairs, spaces[0]), part.of_pairs(coefficients)
         weights = _weigh(products, in_part, pairs, spaces[1])
@@ -294,11 +296,13 @@ def _gradients(
         if scale is not None:
             torch.bmm(share, values.transpose(1, 2), out=of_weights)
         else:
+            # (do / t) . o, [P, N, 1]; baddbmm subtracts it in the same pass over the pairs.
             of_totals = _sum_of_products(share, part.of_heads(out))
             torch.baddbmm(of_totals, share, values.transpose(1, 2), beta=-1, out=of_weights)
         pairs.hide(of_weights)
         if of_coefficients is not None:
             rows = [x.view(-1, *in_part.shape) for x in (products, of_weights)]
+            # One batch row needs no sum, and thus no temporary tensor.
             if len(rows[0]) == 1:
                 part.of_pairs(of_coefficients).addcmul_(rows[0][0], rows[1][0])
             else:

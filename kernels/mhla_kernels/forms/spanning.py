@@ -72,15 +72,18 @@ def spanning(
     """
     q, k, v = q_BHMCK, k_BHMCK, v_BHMCV
     if weighting.normalize:
+        # The outputs of a column of ones are the sums of the weights.
         v = F.pad(v, (0, 1), value=1.0)
     block = torch.arange(v.shape[-2], device=v.device) // block_size
     scores = q @ k.transpose(-1, -2)
+    # [H or 1, 1, C, C]: the coefficient of the blocks of each pair of slots
     matrix = span.matrix[:, None, block][..., block]
     # mask before the product too: a masked score that overflowed would make the gradient of the matrix NaN
     scores = hide_later(hide_later(scores, weighting.causal, block) * matrix, weighting.causal, block)
     out = scores @ v
     if q.shape[2] > 1:
         reading, writing = (x[:, None, :, block].transpose(-1, -2) for x in (span.reading, span.writing))
+        # [B, H, M, F, V + 1]: one summary of the chunk for each running sum
         sums = _times(k, writing).transpose(-1, -2) @ v
         out = out + _times(q, reading) @ _before(sums, span, chunks)
     if weighting.scale is not None:
@@ -111,6 +114,7 @@ def _before(sums_BHMFV: Tensor, span: Span, chunks: BlockPartition) -> Tensor:
     terms = span.decay.shape[-1]
     x = finite_(sums_BHMFV).unflatten(3, (terms, -1)).permute(0, 1, 3, 2, 4, 5).flatten(4)  # [B, H, T, M, K V]
     decay = span.decay.expand(heads, -1)
+    # Sums over later chunks are sums over earlier ones of the reversed sequence.
     parts = [x] if span.later == 0 else [x[:, :, : -span.later], x[:, :, -span.later :].flip(3)]
     states = []
     for part, later in zip(parts, (False, True), strict=False):
@@ -141,6 +145,7 @@ def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> 
         local, owner = (x.flip(0) if later else x for x in (chunks.local, chunks.owner))
         between = (local[:, None] - local).abs() - 1
         counts = ((owner[:, None] == owner) & (between >= 0)).tril(-1)
+        # [rows, M, M]: one matrix for all chunks, because the sequences cannot be sliced apart
         weights = (-decay[..., None] * between.clamp(min=0)).exp() * counts
         return weights @ sums
     sequences = chunks.sequences or ((0, number),)
@@ -148,6 +153,7 @@ def _carry(sums: Tensor, decay: Tensor, chunks: BlockPartition, later: bool) -> 
         sequences = tuple((number - last, number - first) for first, last in reversed(sequences))
     states = []
     for first, last in sequences:
+        # The sum of the chunk before, undecayed. With one or two chunks, there is nothing further to add.
         preceding = F.pad(sums[:, :, first : last - 1], (0, 0, 1, 0))
         states.append(preceding + earlier(preceding, torch.ones_like(decay), decay) if last - first > 2 else preceding)
     return states[0] if len(states) == 1 else torch.cat(states, 2)

@@ -161,6 +161,7 @@ class Mixing(ABC):
         """
         blocks = summary.shape[2]
         weights = self.matrix(blocks)
+        # With a symbolic number of blocks, make_mixer has already expanded the matrix to this number.
         if not is_dynamic(blocks):
             weights = weights[..., :blocks, :blocks]
         if causal:
@@ -306,6 +307,8 @@ class Mixing(ABC):
         """
         blocks = summary.shape[2]
         rows = self.matrix(first + blocks)[..., first : first + blocks, :]
+        # Rows of a batch begin at different blocks, so the last blocks here may hold no token of these rows. The matrix need
+        # not cover such blocks, and their mixtures are zeros.
         inside = rows[..., first : first + blocks].tril(-1)
         covered = inside.shape[-1]
         mixed = inside @ summary[:, :, :covered] + rows[..., :first] @ finished[:, :, :first]
@@ -339,6 +342,7 @@ class Mixing(ABC):
         first, last = shares.own
         rows = self.matrix(blocks)[..., first:last, :blocks]
         if causal:
+            # Row r of this slice is block first + r, which moves the diagonal of the complete matrix to column r + first.
             rows = rows.tril(first - 1)
         return apply_matrix(rows, every.flatten(3)).view(summary.shape)
 

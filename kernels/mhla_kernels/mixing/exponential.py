@@ -119,6 +119,7 @@ class ExponentialMixing(Mixing):
         size = prod(self.grid)
         if blocks not in (None, size):
             raise ValueError(f"grid={self.grid} has {size} blocks, not {blocks}")
+        # The exponent of the product over the axes is a sum, expanded axis by axis to [..., R, M, M].
         axes = [_distance(length, self.amplitude) for length in self.grid]
         exponent = None
         for axis, distance in enumerate(axes):
@@ -225,17 +226,20 @@ class ExponentialMixing(Mixing):
         """
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)
+        # [n] distance of each new block from the newest one, which enters the sum undecayed
         age = torch.arange(count - 1, -1, -1, device=finished.device, dtype=finished.dtype)
         sums = (-decay * count).exp() * finished[rows] + (-decay * age).exp() @ summary
         return sums if isinstance(rows, slice) else finished.index_copy(0, rows, sums)
 
     @override
     def read(self, finished: Tensor, block: int) -> Tensor:
+        # The sums are as of the last finished block, which is at distance 1 from the open block.
         weights = (self.amplitude * (-self.decay).exp()).reshape(1, -1, 1, self.terms)
         return (weights @ finished).squeeze(2)
 
     @override
     def mix_after(self, finished: Tensor, summary: Tensor, first: int) -> Tensor:
+        # [M] distance of each new block from the last finished block
         age = torch.arange(1, summary.shape[2] + 1, device=summary.device, dtype=summary.dtype)
         decay, amplitude = (x.reshape(1, -1, 1, self.terms) for x in (self.decay, self.amplitude))
         return self.mix(summary, causal=True) + (amplitude * (-decay * age[:, None]).exp()) @ finished
@@ -272,12 +276,16 @@ class ExponentialMixing(Mixing):
         bounds, rank = shares.shares, shares.rank
         blocks, processes, terms = flat.shape[2], len(bounds) - 1, self.terms
         index = torch.arange(blocks, device=flat.device, dtype=flat.dtype)
+        # A process without blocks must still take part in the collective operation below.
         mixed = self.mix(flat, causal) if blocks else flat
         sums = (-decay[..., None] * (blocks - index)).exp() @ flat  # [B, H, R, W], as seen from the next process
         if not causal:
+            # as seen from the last block of the previous process
             sums = torch.cat([sums, (-decay[..., None] * (index + 1)).exp() @ flat], 2)
+        # Finite, because the sums of processes that do not contribute are multiplied by zero. [B, H, P, R or 2 R, W].
         gathered = shares.gather(finite_(sums), [sums.shape[2]] * processes).unflatten(2, (processes, -1))
         first, last = shares.own
+        # Number of blocks between the end of process p and the start of this one. The sum of p is already seen from its end.
         from_left = [first - bounds[p + 1] if p < rank else None for p in range(processes)]
         reading = amplitude[:, None] * (-decay[:, None] * index[:, None]).exp()  # [H, m, R]
         mixed = mixed + reading @ _faded(gathered[..., :terms, :], decay, from_left)
@@ -316,6 +324,7 @@ class ExponentialMixing(Mixing):
         if fused and not causal:
             return blocks
         both_ways = 1 if causal or self.grid is not None else 3  # two passes, and one to reverse and add
+        # A row of the matrix of a group, plus R sums written and R sums read; never more than a plain matrix.
         return both_ways * at_most(blocks, GROUP + 2 * self.terms)
 
     @classmethod
@@ -450,19 +459,23 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     groups = divide_up(blocks, group)
     complete = groups * group == blocks
     x = summary if complete else F.pad(summary, (0, 0, 0, groups * group - blocks))
+    # [B H groups, G, W]
     x = x.reshape(-1, group, width)
     index = torch.arange(group, device=summary.device, dtype=summary.dtype)
     within = _kernel(amplitude, decay, (index[:, None] - index[None, :]).abs()).tril(-1)
 
+    # [H or 1, I, J] to [B H groups, I, J], for one bmm over all groups
     def everywhere(matrix: Tensor) -> Tensor:
         return matrix[None, :, None].expand(batch, heads, groups, *matrix.shape[-2:]).flatten(0, 2)
 
     if groups == 1:
         out = torch.bmm(everywhere(within), x)
     else:
+        # A group is written as seen from its last block and read from there, so that no exponential exceeds 1.
         reading = amplitude[:, None] * (-decay[:, None] * (index[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - index)).exp()  # [H, R, G]
         sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
+        # Shifted by one group. The sum of the last group is not read, and padding of that group does not matter.
         preceding = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
         states = preceding + earlier(preceding, torch.ones_like(fading), fading)  # the groups are a sequence themselves
@@ -490,7 +503,9 @@ def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[in
         x = summary
         for axis, length in enumerate(grid):
             outer, inner = prod(grid[:axis]), prod(grid[axis + 1 :])
+            # shape [H or 1, length, length]
             weight = (-decay[:, term, axis, None, None] * _distance(length, summary)).exp()
+            # Later axes and the numbers of a summary are columns of one product along this axis.
             lines = x.reshape(*shape[:2], outer, length, inner * shape[-1])
             x = (weight[None, :, None] @ lines).reshape(shape)
         out = out + amplitude[:, term, None, None] * x

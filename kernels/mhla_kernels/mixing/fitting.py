@@ -84,8 +84,10 @@ def fit_exponentials(
             optimizer.step()
             schedule.step()
             if any_row_scale:
+                # `fitted` contains the previous factors; the new ones are fitted to the values without them.
                 scale = _row_scales(coefficients, fitted.detach() / scale, row, size)
     features = scale[..., None] * (-distance @ log_decay.detach().exp().transpose(-1, -2)).exp()
+    # Once more with many sweeps, since the decays have changed after the last two.
     amplitude = _nonnegative_least_squares(features, coefficients, amplitude, sweeps=500)
     residual = (coefficients - (features @ amplitude[..., None]).squeeze(-1)).square().sum(-1)
     variance = (coefficients - coefficients.mean(-1, keepdim=True)).square().sum(-1)
@@ -117,6 +119,7 @@ def _row_scales(target: Tensor, fitted: Tensor, row: Tensor, size: int) -> Tenso
     zeros = target.new_zeros(len(target), size)
     along = zeros.index_add(1, row, target * fitted)
     scale = along / zeros.index_add(1, row, fitted.square()).clamp(min=1e-300)
+    # A common factor of all rows is the same as a factor of the amplitudes; this fixes it.
     scale = scale / scale.mean(-1, keepdim=True).clamp(min=1e-300)
     return scale[:, row]
 

@@ -106,6 +106,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
     sums = existing.sum(-1, keepdim=True)
     shares = torch.where(sums > 0, existing / sums, 0)
     half = size // 2
+    # Entry n of diagonal d lies in row n + d, so that entries from half - d on are those of the last half of the rows.
     profile = torch.stack(
         [shares.diagonal(-distance, -2, -1)[..., max(0, half - distance) :].mean(-1) for distance in range(size)], -1
     )
@@ -144,6 +145,8 @@ def _tail(profile: Tensor, beyond: Tensor, tail: str) -> Tensor:
     far = profile[..., start:].clamp(min=1e-12).log()
     x = torch.arange(start, size, device=profile.device, dtype=torch.float64)
     x = x - x.mean()
+    # Least squares for a straight line through the logarithms, with x measured from its mean.
     slope = ((x * far).sum(-1, keepdim=True) / x.square().sum().clamp(min=1e-12)).clamp(max=0)
     level = far.mean(-1, keepdim=True) + slope * x[-1]
+    # Without the last factor, a profile of zeros would continue with the 1e-12 of the clamp above.
     return (level + slope * beyond).exp() * (profile[..., start:].sum(-1, keepdim=True) > 0)

@@ -126,6 +126,7 @@ def mhla_sequence_parallel(
         )
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
+        # k and v are sent in one tensor, in the wider dtype if they differ.
         sent = k.dtype if k.dtype == v.dtype else problem.accumulate
         exchange = traffic(
             *sizes, key_value_heads=k.shape[2], terms=mixing.boundary_sums, causal=bool(causal), normalize=normalize,
@@ -136,6 +137,7 @@ def mhla_sequence_parallel(
         all_summaries = None
         if exchange == "tokens":
             all_summaries = _gathered_summaries(problem, plan)
+            # Repeated only after the exchange, since query heads share the keys and values that were sent.
             all_summaries = all_summaries.repeat_interleave(q.shape[2] // k.shape[2], 1)
         q, k, v, mixing = prepare(problem)[:4]
         if normalize:  # the normalizer becomes one more value, so that both are exchanged together

@@ -136,6 +136,7 @@ def traffic(
     other_processes = processes - 1
     if terms is not None:
         return Traffic(batch * heads * other_processes * terms * (1 if causal else 2) * width * 4, None)
+    # Shares are padded to the longest one before they are gathered, hence the division rounded up.
     summaries = batch * heads * other_processes * -(-blocks // processes) * width * 4
     shares = batch * sent_heads * other_processes * -(-tokens // processes) * (key_width + value_width) * token_bytes
     return Traffic(summaries, shares)

@@ -336,6 +336,7 @@ def attend_kernel(
                 else:
                     offset = row_block[:, None] * mixing_stride_i + blocks[None, :] * mixing_stride_j
                 in_range = tl.broadcast_to((blocks < size)[None, :], [ROWS, SPAN])
+                # [ROWS, SPAN] times [SPAN, COLUMNS] gives [ROWS, COLUMNS].
                 by_block = tl.load(mixing + offset, mask=in_range, other=0.0)
                 spread = (slots[:, None] == in_tile[None, :]).to(tl.float32).to(INPUT)
                 coefficient = multiply(by_block, spread, tl.zeros([ROWS, COLUMNS], tl.float32), INPUT)
@@ -456,6 +457,7 @@ def attend(
         the gradient of the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
     """
     x, y, a = operands
+    # q also stands for k in mode DK: both have the same shape and, on the side of the keys in cross-attention, are the keys.
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
     out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)
     chunked = mixed is not None

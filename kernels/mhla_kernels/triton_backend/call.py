@@ -167,6 +167,7 @@ class Call:
             tiles: tile sizes, number of warps and number of stages of the kernel.
         """
         warps, stages = tiles.warps, tiles.stages
+        # A loop with one stage has no pipeline, so that none of its products overlap.
         if config.overlaps_chained_products(self.chip):
             stages = 1
         return {"num_warps": warps, "num_stages": stages, **config.register_limit(self.chip, warps)}
@@ -182,6 +183,7 @@ class Call:
             return 1, largest
         longest = config.PIECE if self.token_causal else config.SPLIT
         pieces = -(-largest // longest)
+        # Pieces of equal size, instead of full pieces and a short rest.
         return pieces, -(-largest // pieces)
 
     @cached_property

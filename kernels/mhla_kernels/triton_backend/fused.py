@@ -84,6 +84,7 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
     if form == "spanning":
         in_chunk = divide_up(chunk_tokens(layout.tokens, layout.block_size, "triton"), layout.block_size)
         span = mixing.span(in_chunk, causal)
+        # Outputs are linear in the matrix and in the reading weights. A factor on the writing weights too would count twice.
         return "exponential", [span.matrix * factor, span.reading * factor, span.writing, span.decay]
     mixer, (first, *others) = mixing.fused(layout.most_blocks, causal, form)
     return mixer, [first * factor, *others]

@@ -68,6 +68,7 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     summary = None
     if call.chunked and (of_q or of_mixing or call.normalize):
+        # For DQ and for the gradient of the coefficients; DV and DK read sums over the queries instead.
         summary, running = summarize(keys, k, v)
     if of_q or call.normalize:  # mode DQ also writes the weights that the other modes read
         mixed = None if summary is None else mixer.mix(call, summary)

@@ -65,6 +65,7 @@ def mix_kernel(
     # Range of key blocks that some query block of this tile reads: all blocks of the tile's sequences.
     low = tl.min(i_first)
     high = tl.max(i_last)
+    # Blocks of a tile are in order, so the range of the tile bounds what its causal sums read.
     if CAUSAL:
         if TRANSPOSED:
             low = tl.maximum(low, tile * ROWS)
@@ -142,6 +143,7 @@ def mixing_gradient_kernel(
     b = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     gradient += row * blocks * WIDTH
     summary += row * column_blocks * WIDTH
+    # Entries of a summary for each part, in complete steps of COLUMNS.
     part, share = tl.program_id(2), tl.cdiv(tl.cdiv(WIDTH, COLUMNS), tl.num_programs(2)) * COLUMNS
     total = tl.zeros([ROWS, ROWS], tl.float32)
     if not CAUSAL or tl.program_id(1) <= tile:  # tiles above the diagonal are zero, and are still stored
@@ -193,6 +195,7 @@ class DenseMixer:
         _, column_blocks, width = summary.shape
         blocks = call.tables.blocks
         mixed = summary.new_empty(len(summary), blocks, width)
+        # The side with more blocks decides, as it does for `CrossKind.many`.
         tiles = config.mix_tiles(call.q.dtype, max(blocks, column_blocks), call.chip)
         (matrix,) = call.coefficients
         if transposed:  # the kernel sums over rows of the matrix: make their coefficients adjacent in memory

@@ -75,6 +75,7 @@ def register_attention(
         named = arguments_class(*arguments)
 
         def run() -> Tensor:
+            # Triton launches on the current device, which need not be that of the tensors.
             with torch.cuda.device_of(named.q):
                 return launch.forward(*sides(named))
 

@@ -186,6 +186,7 @@ def pair_gradient_kernel(
         end = tokens
         low = 0
         high = column_tokens
+    # The grid is sized for the most tiles: some have no token, and their parts stay zero.
     if start >= end:
         return
     q_stride_n *= ALIGNED
@@ -299,5 +300,6 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     else:
         starts *= tiles.rows
     block = (call.token_row[starts][:, None] + torch.arange(span, device=q.device)).flatten()
+    # [B * H * size, tiles * SPAN]; `block` holds the key block of each column.
     by_block = out.permute(0, 2, 1, 3).reshape(call.rows * size, -1)
     return sum_at(by_block, block, key_size).reshape(call.rows, size, key_size)

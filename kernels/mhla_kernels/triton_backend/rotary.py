@@ -51,6 +51,7 @@ def rotary_kernel(
     contiguous. ``cos`` and ``sin`` are contiguous, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with
     ``angle_stride_b`` = N.
     """
+    # Rows are in the order of a contiguous [B, N, H]; all heads of a token share its angles.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     pair = tl.arange(0, HALF_PADDED)
     inside = (row < rows)[:, None] & (pair < HALF)[None, :]

@@ -63,12 +63,14 @@ class BlockTables:
         offsets = self.layout.block_offsets
         if offsets is None:
             return span_of_tile(tile, self.layout.largest)
+        # The block that contains token t, and those that begin after it inside the tile.
         starts = range(0, self.tokens, tile)
         return max(bisect_left(offsets, t + tile) - bisect_right(offsets, t) + 1 for t in starts)
 
 
 def span_of_tile(tile: int, block_size: int) -> int:
     """Return the largest number of blocks of ``block_size`` tokens that ``tile`` consecutive tokens can overlap."""
+    # At worst, the tile begins with the last token of a block, and its other tile - 1 tokens fill further blocks.
     return min(tile, (tile - 2) // block_size + 2)
 
 
@@ -145,6 +147,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
     firsts = ends - counts
     blocks = layout.tokens // block_size + counts.numel()
     index = torch.arange(blocks, device=bounds.device)
+    # [M] index of each block's sequence; S for unused columns
     owner = torch.searchsorted(ends, index, right=True)
     used = owner < counts.numel()
     owner = owner.clamp(max=counts.numel() - 1)

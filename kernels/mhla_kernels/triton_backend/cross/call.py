@@ -135,4 +135,5 @@ def sides(arguments: CrossArguments) -> tuple[Side, Side]:
         block_size=arguments.key_block_size,
         block_offsets=arguments.key_block_offsets,
     )
+    # Plain calls of the other side: two sides that hold each other would be a cycle, which keeps their tensors alive.
     return Side(of_queries, Call(of_keys)), Side(of_keys, Call(of_queries))

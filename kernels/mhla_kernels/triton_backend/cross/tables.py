@@ -46,6 +46,7 @@ def _make(
     lists = []
     for side, other in (sides, sides[::-1]):
         bounds = side.layout.cu_seqlens
+        # rows FIRST and LAST, then LOW and HIGH
         ranges = block_ranges(side.table, bounds, other), token_ranges(side.table, bounds, other.layout)
         table = torch.cat([side.table[:FIRST], *ranges])
         sequences = side.sequences
