@@ -419,7 +419,7 @@ def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> d
         dtype: dtype of the tensors.
     """
     batch, _, heads, width = q.shape
-    # shape [B, H, W]
+    # The shape is [B, H, W].
     zeros = torch.zeros(batch, heads, width * (v.shape[-1] + 1), dtype=dtype, device=q.device)
     finished = zeros.new_zeros(batch, heads, mixing.running_sums or 0, zeros.shape[-1])
     return {"finished": finished, "open": zeros, "mixture": zeros.clone()}

@@ -182,7 +182,7 @@ def mix_by_matrix(matrix: Tensor, together: Tensor | None) -> Callable[[Tensor],
         # product, and the mixtures that would read them become NaN afterwards.
         broken = ~flat.isfinite().all(-1)  # [B, H, Mk]
         mixed = apply_matrix(matrix, flat.masked_fill(broken[..., None], 0))
-        # shape [B, H, Mq]
+        # The shape is [B, H, Mq].
         spoilt = (together & broken[:, :, None]).any(-1)
         return _shaped(mixed.masked_fill(spoilt[..., None], torch.nan), summary)
 

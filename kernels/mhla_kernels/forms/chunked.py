@@ -122,7 +122,7 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor, mix: Callable[[Tensor], Tenso
     Returns:
         Outputs, ``[B, H, Mq, C, V]``.
     """
-    # shape [B, H, Mq, K, V]
+    # The shape is [B, H, Mq, K, V].
     mixed = mix(k.transpose(-1, -2) @ v)
     return read_mixtures(q, mixed, mix(k.sum(-2)) if weighting.normalize else None, weighting)
 
@@ -151,7 +151,7 @@ def _weigh(out: Tensor, normalizer: Tensor | None, weighting: Weighting) -> Tens
 
 
 def _block_causal(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool) -> tuple[Tensor, Tensor | None]:
-    # shapes [B, H, M, K, V] and [B, H, M, K]
+    # The shapes are [B, H, M, K, V] and [B, H, M, K].
     summary, total = k.transpose(-1, -2) @ v, k.sum(-2)
     # Overflowed sums are made finite, because earlier blocks multiply them by zero coefficients, and zero times infinity is
     # NaN. The outputs of the block itself become NaN by an addition: a multiplication would also make gradients of zero NaN.
@@ -201,7 +201,7 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
     tiles = divide_up(slots, TILE)
     tile = divide_up(slots, tiles)  # tiles of equal size need less padding than full tiles and a remainder
     pad = (0, 0, 0, tiles * tile - slots)
-    # shapes [B, H, M, J, T, K or V]
+    # The shapes are [B, H, M, J, T, K or V].
     q, k, v = (F.pad(x, pad).unflatten(3, (tiles, tile)) for x in (q, k, v))
     own_coefficients = mixer.own[..., None, None, None]
 

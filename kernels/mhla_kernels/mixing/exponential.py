@@ -503,7 +503,7 @@ def _separable(summary: Tensor, amplitude: Tensor, decay: Tensor, grid: tuple[in
         x = summary
         for axis, length in enumerate(grid):
             outer, inner = prod(grid[:axis]), prod(grid[axis + 1 :])
-            # shape [H or 1, length, length]
+            # The shape is [H or 1, length, length].
             weight = (-decay[:, term, axis, None, None] * _distance(length, summary)).exp()
             # Later axes and the numbers of a summary are columns of one product along this axis.
             lines = x.reshape(*shape[:2], outer, length, inner * shape[-1])
