@@ -44,6 +44,7 @@ def initial_cross_mixing(layout: BlockLayout, context_layout: BlockLayout, init:
         return torch.full((layout.num_blocks, context_layout.num_blocks), 1 / context_layout.num_blocks, device="cpu")
     ratios = zip(context_layout.block_grid, layout.block_grid, strict=True)
     scale = torch.tensor([keys / queries for keys, queries in ratios], dtype=torch.float64, device="cpu")
+    # Query block i covers i * scale to (i + 1) * scale in blocks of the context, and context block j covers j to j + 1.
     distance = torch.cdist((layout.centers + 0.5) * scale - 0.5, context_layout.centers)
     farthest = distance.amax(-1, keepdim=True)
     weight = 1 - torch.where(farthest > 0, distance / farthest, 0)
@@ -176,6 +177,7 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
         """
         mixing = super().forward(None if self.grid is None else keys)
         built = [layout.block_grid for layout in self.layouts] if self.sequence else [queries, keys]
+        # [..., terms, axes], also for a sequence
         terms: Any = mixing.decay[..., None] if self.grid is None else mixing.decay
         weight = mixing.amplitude[..., None, None]
         factors = []
@@ -183,6 +185,7 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
             scale = built[1][axis] / built[0][axis]
             place = (torch.arange(count, device=weight.device) + first + 0.5) * scale - 0.5
             distance = (place[:, None] - torch.arange(length, device=weight.device)).abs()
+            # [..., terms, query blocks, context blocks] of one axis
             factors.append((-terms[..., axis, None, None] * distance).exp())
         return (weight * _products(factors)).sum(-3)
 
@@ -204,5 +207,6 @@ def _products(factors: Sequence[Tensor]) -> Tensor:
     """
     product, *others = factors
     for factor in others:
+        # [..., Q, 1, K, 1] times [..., 1, q, 1, k], so that the later axis changes fastest
         product = (product[..., :, None, :, None] * factor[..., None, :, None, :]).flatten(-4, -3).flatten(-2, -1)
     return product

@@ -63,7 +63,9 @@ class LearnedFeatures(nn.Module):
                 torch.einsum("bnhd,hde->bnhe", x.to(wide), weight.to(wide))
                 for x, weight in ((q, self.query), (k, self.key))
             )
+        # The features are exp(q) and exp(-q), so the largest exponent is the largest absolute value.
         largest = q.abs().amax(-1, keepdim=True)
+        # The value is clamped, and the gradient is that of the identity.
         k = k.clamp(-LARGEST_EXPONENT, LARGEST_EXPONENT).detach() + (k - k.detach())
         # in place, because these are the largest tensors of a layer
         f, g = torch.cat([q - largest, -largest - q], -1).exp_(), torch.cat([k, -k], -1).exp_()

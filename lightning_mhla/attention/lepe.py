@@ -65,6 +65,7 @@ class LocalPositionalEncoding(LayoutTables):
         v = hide_rows(v, key_mask)
         if placement is not None:
             return self._placed(v, placement)
+        # Values [B, channels, ...], with the axes of the grid at the end.
         grid = v.index_select(1, self.to_grid).transpose(1, 2).unflatten(-1, self.layout.grid)
         out = self.conv(grid).flatten(2).transpose(1, 2).index_select(1, self.from_grid)
         return F.pad(out, (0, 0, self.layout.prefix_tokens, 0))
@@ -77,6 +78,7 @@ class LocalPositionalEncoding(LayoutTables):
         out = self.conv(tokens.transpose(1, 2).unflatten(-1, layout.grid)).flatten(2).transpose(1, 2)
         if order is None:
             return F.pad(out, (0, 0, prefix, 0))
+        # Prefix tokens have no place on the grid. The clamp gives them a valid index, whose value `where` drops.
         out = out.index_select(1, (order - prefix).clamp(min=0))
         return torch.where((order >= prefix)[:, None], out, 0)
 

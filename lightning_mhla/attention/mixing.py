@@ -173,6 +173,7 @@ class MixingCoefficients(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixingCoefficients:
         def keep_dtype(x: Tensor) -> Tensor:
+            # `half` and `to(dtype)` arrive here, too; only a move to a different device takes effect.
             moved = fn(x)
             return moved if moved.dtype == x.dtype else x.to(moved.device)
 
@@ -429,6 +430,7 @@ class ExponentialCoefficients(MixingCoefficients):
         """
         parameter, high = (self.amplitude, UPPER) if name == "amplitude" else (self.decay, LARGEST_DECAY)
         values = bounded(values, high=high)
+        # Amplitudes are [..., terms], and so are decays of a sequence; decays of a grid are [..., terms, axes].
         axes = parameter.dim() - self.amplitude.dim()
         if values.shape[values.dim() - 1 - axes] != parameter.shape[parameter.dim() - 1 - axes]:
             return None

@@ -97,6 +97,7 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
     frequencies = base ** -torch.linspace(0, 1, width // 4, dtype=torch.float64, device="cpu")
     rows, columns = (torch.arange(length, dtype=torch.float64, device="cpu") for length in grid)
     by_row, by_column = (torch.outer(places, frequencies) for places in (rows, columns))
+    # [N, D / 2] in raster order, in which the row changes slowest.
     angles = torch.cat([by_row.repeat_interleave(grid[1], 0), by_column.repeat(grid[0], 1)], -1)
     return Rotary(angles.cos().float(), angles.sin().float(), interleaved=True)
 
@@ -116,6 +117,7 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
     if cu_seqlens is None:
         return position
     bounds = torch.as_tensor(cu_seqlens, device=x.device)
+    # With `right`, a token at a bound belongs to the sequence that begins there.
     return position - bounds[torch.searchsorted(bounds, position, right=True) - 1]
 
 
@@ -172,6 +174,7 @@ class PositionLimit:
         positions = sequence_positions(x, cu_seqlens)
         if lengths:  # not by their largest, or as a set: a compiled step would be compiled again for each length
             positions = positions + on_device(lengths, x.device)[:, None]
+        # 0 within the limit and negative beyond it. Rotations add up, so the result is that of position `tokens - 1`.
         back = (self.tokens - 1 - positions).clamp(max=0)
         angles = back.to(torch.float32)[..., None] * self.frequencies().float().to(x.device)
         rotary, width = Rotary(angles.cos(), angles.sin()), 2 * angles.shape[-1]

@@ -90,6 +90,7 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
         )
         scale = self.key_width**-0.5
         # both terms of y are linear in the values, so a [Dk, Dv] summary of all tokens replaces the [N, N] scores
+        # Shapes: z is [B, N, H, 1], the summary is [B, H, Dk, Dv].
         z = scale * torch.einsum("bnhd,bhd->bnh", q, k.sum(1) / count)[..., None]
         summary = torch.einsum("bnhd,bnhe->bhde", turned_k, v) * scale / count[..., None]
         out = torch.einsum("bnhd,bhde->bnhe", turned_q, summary) * (1 + 1 / (z + EPS)) - z * (v.sum(1) / count)[:, None]

@@ -196,6 +196,7 @@ class RecurrentAttention(Attention):
     def weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the attention matrix ``[B, H, N, N]`` that maps the values, after their short convolution, to the outputs."""
         batch, tokens = inputs.x.shape[:2]
+        # With one-hot values [B, N, H, N], the output of a token is its row of the matrix.
         units = torch.eye(tokens, dtype=inputs.x.dtype, device=inputs.x.device)[None, :, None]
         return self._in_directions(inputs, units.expand(batch, tokens, self.heads, tokens)).transpose(1, 2)
 
@@ -340,6 +341,7 @@ def _together(one: AttentionInputs, two: AttentionInputs) -> AttentionInputs:
     mask = None if one.key_mask is None or two.key_mask is None else torch.cat([one.key_mask, two.key_mask])
     if one.rotary is None or two.rotary is None:
         return AttentionInputs(x, q, k, v, mask)
+    # Angles are [N, D / 2] or [B, N, D / 2], and the two directions need different ones.
     rows = (len(one.x), *one.rotary.cos.shape[-2:])
     cos = torch.cat([one.rotary.cos.expand(rows), two.rotary.cos.expand(rows)])
     sin = torch.cat([one.rotary.sin.expand(rows), two.rotary.sin.expand(rows)])

@@ -51,6 +51,7 @@ def places_padding_last(real: Tensor) -> Tensor:
         ``[B, N]`` int64.
     """
     places = real.long().cumsum(1)
+    # Real tokens are counted from 0, and padding from their number on.
     return torch.where(real, places - 1, places[:, -1:] + (~real).long().cumsum(1) - 1)
 
 

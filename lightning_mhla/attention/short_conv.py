@@ -47,10 +47,12 @@ class ShortConvolution(nn.Module):
         """
         tokens, weight = x.shape[1], self.weight.to(x.dtype)
         x = F.pad(x, (0, 0, self.taps - 1, 0)) if last is None else torch.cat([last.to(x.dtype), x], 1)
+        # weight[-1] belongs to the token itself, weight[-1 - back] to the token that is `back` places before it.
         out = x[:, self.taps - 1 :] * weight[-1]
         for back in range(1, self.taps):
             shifted = x[:, self.taps - 1 - back : self.taps - 1 - back + tokens]
             if positions is not None:
+                # The first tokens of a packed sequence do not read the sequence before it.
                 shifted = shifted * (positions >= back)[:, None]
             out = torch.addcmul(out, shifted, weight[-1 - back])
         return out if self.bias is None else out + self.bias.to(x.dtype)

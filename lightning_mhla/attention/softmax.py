@@ -62,6 +62,7 @@ class KeyValueState:
         after = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
         if max(after) > room:
+            # Doubled, so that copying takes constant time per token on average. The first buffer is as long as the prompt.
             more = max(max(after), 2 * room if room else 0) - room
             grown = KeyValueState(self.lengths, *(F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values)))
             return grown.append(keys, values, counts)
@@ -144,6 +145,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
             return self._scaled(q, keys, values), state
         position = torch.arange(longest, device=q.device)
         last = torch.tensor(previous_lengths, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
+        # Mask [B, N, longest] of the keys that each query sees.
         visible = self._is_earlier(position, last[..., None])
         return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
 

@@ -157,6 +157,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         far_q, far_k = q, k
         if self.causal and self.context is not None:
             new: dict[str, Any] = {"lengths": lengths, "cu_seqlens": inputs.cu_seqlens}
+            # `apply` returns the same tensor if no token is beyond the limit; the sinks are then read with q itself.
             if self.options.sinks and (sink_q := self.context.apply(q, **new)[0]) is not q:
                 parts["sink_q"] = sink_q
             if (tokens := self.options.feature_positions) is not None:

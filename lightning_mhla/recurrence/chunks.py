@@ -59,6 +59,7 @@ class ChunkedInputs(NamedTuple):
         Returns:
             ``[B, H, M, C]`` for ``[B, N, H]``, and ``[B, H, M, C, D]`` for ``[B, N, H, D]``.
         """
+        # `partition.split` takes four axes, so a tensor without features gets an axis of one feature.
         wide = x.to(self.q.dtype)
         return self.partition.split(wide) if x.dim() == 4 else self.partition.split(wide[..., None])[..., 0]
 

@@ -114,7 +114,9 @@ def _in_chunks(problem: ChunkedInputs, log_decay: Tensor) -> tuple[Tensor, Tenso
     # Unused entries of a last chunk have key 0 and log-decay 0, so that they change neither the state nor its decay.
     weights = decay_weights(log_decay)
     to_end = weights[..., -1, :, None]  # not a quotient of running decays, which may be 0 / 0
+    # [B, H, M, C, 1], like `to_end`; the last entry of a chunk is the decay over the complete chunk.
     from_start = log_decay.cumsum(-1)[..., None].exp()
+    # Sums of k v^T, [B, H, M, K, V], each product decayed to the end of its chunk.
     update = (k * to_end).transpose(-1, -2) @ v
     states, final = scan_chunks(from_start[..., -1:, :], update, problem.initial, problem.bounds)
     out = (q * from_start) @ states + (q @ k.transpose(-1, -2) * weights) @ v

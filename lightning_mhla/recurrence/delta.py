@@ -75,6 +75,7 @@ def gated_delta_rule(
 def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = problem.q, problem.k, problem.v
     weights = decay_weights(log_decay)
+    # Both [B, H, M, C, 1]; weights and overlap are [B, H, M, C, C].
     from_start, to_end = log_decay.cumsum(-1)[..., None].exp(), weights[..., -1, :, None]
     # (I + overlap) values = beta (v - decayed k @ state): token i subtracts what earlier tokens of the chunk wrote for its key.
     # The diagonal of I + overlap is 1 and is not stored (`unitriangular`).
@@ -87,6 +88,7 @@ def _in_chunks(problem: ChunkedInputs, beta: Tensor, log_decay: Tensor) -> tuple
     scores, queries = q @ k.transpose(-1, -2) * weights, q * from_start
     keys, decay = (k * to_end).transpose(-1, -2), from_start[..., -1:, :]
     outs, final = [], []
+    # The update of the state depends on the state itself, so `scan_chunks`, which takes all updates at once, does not apply.
     pieces = [x.unbind(2) for x in (written, state_keys, scores, queries, keys, decay)]
     for sequence, (first, last) in enumerate(pairwise(problem.bounds)):
         state = rows_of(problem.initial, problem.bounds, sequence)

@@ -61,9 +61,11 @@ def gated_linear_attention(
         problem = prepare(q, k, v, scale, initial_state, bounds)
         q, k, v = problem.q, problem.k, problem.v
         decay = problem.split(log_decay)
+        # [B, H, M, C, K], since each key feature has its own decay.
         from_start = decay.cumsum(-2).exp()
         # suffix sums, not the difference of two prefix sums: a weak decay would be lost in it behind a strong one
         update = (k * suffix_sums(decay).exp()).transpose(-1, -2) @ v
+        # The decay over a chunk, [B, H, M, K, 1], multiplies the rows of the states [K, V].
         states, final = scan_chunks(from_start[..., -1:, :].transpose(-1, -2), update, problem.initial, problem.bounds)
         out = (q * from_start) @ states + decayed_products(q, k, decay) @ v
         return problem.merge(out), final

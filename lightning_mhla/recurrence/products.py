@@ -62,6 +62,7 @@ class _DecayWeights(torch.autograd.Function):
     def forward(ctx: Any, log_decay: Tensor) -> Tensor:
         size = log_decay.shape[-1]
         (decay,) = _padded(log_decay[..., None])
+        # A token does not decay with respect to itself.
         weights = torch.diag_embed(torch.ones_like(decay[..., 0]))
         for half, from_start, to_end in _halves(decay):
             # [..., sections, half, half], with tokens of the second halves as rows; `_below` has the sections last.
@@ -126,6 +127,7 @@ class _DecayedProducts(torch.autograd.Function):
 def _padded(*tensors: Tensor) -> list[Tensor]:
     """Pad tensors ``[..., C, D]`` with zeros, so that C becomes a power of two."""
     size = tensors[0].shape[-2]
+    # `bit_length` is the exponent of the smallest power of two that is at least `size`.
     padding = (1 << (size - 1).bit_length()) - size if size else 0
     return [F.pad(x, (0, 0, 0, padding)) if padding else x for x in tensors]
 

@@ -110,6 +110,7 @@ class SwappedAttention(GridProcessor):
         attention, alone = self.attention, self.fit(hidden_states)
         rotary = None
         if rotary_emb is not None:
+            # [N, D] each; every angle occurs twice, so that [N, D / 2] are taken.
             cos, sin = (angles[0, :, 0] for angles in rotary_emb)
             rotary = Rotary(cos[:, 0::2].float(), sin[:, 1::2].float(), interleaved=True)
         key_width, value_width = attention.key_width, attention.value_width

@@ -48,6 +48,7 @@ class SwappedDiffusersModel(SwappedModel):
         Args:
             host: diffusers model class. If it already is such a class, it is returned unchanged.
         """
+        # diffusers converts loaded weights to the requested dtype, except for modules with these names.
         float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
         return derive(cls, host, host.__name__, _keep_in_fp32_modules=float32_modules)
 

@@ -228,6 +228,7 @@ class TokenGrid:
         Args:
             shape: number of tokens along each axis.
         """
+        # An expanded scalar has the shape without its memory.
         _shapes[self.number] = torch.empty((), device="cpu").expand(shape)
         if torch.compiler.is_compiling():
             return

@@ -56,6 +56,7 @@ class TimmFolders(TimmHost):
             self.restore(model, config[SAVED])
             _load(model, **options)
         if dtype is not None:
+            # Not `model.to(dtype)`, because mixing coefficients stay in float32.
             for name, parameter in model.named_parameters():
                 if "mixing" not in name.split("."):
                     parameter.data = parameter.data.to(dtype)

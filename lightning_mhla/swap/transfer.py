@@ -203,6 +203,7 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
     if real is None:
         return (new - output).square().mean() / output.var().clamp(min=tiny)
     real = real.expand(output.shape[:2])[..., None]
+    # The mean and the variance of the real tokens alone; like `var`, the variance is divided by one less than their number.
     count = real.sum() * output.shape[-1]
     mean = torch.where(real, output, 0).sum() / count
     variance = torch.where(real, output - mean, 0).square().sum() / (count - 1)

@@ -56,6 +56,7 @@ def install(module: Any, attention: Attention, grid: TokenGrid | None = None) ->
         attention: the new attention, without projections.
         grid: hook that records the token grid of the current image; None for text.
     """
+    # A copy, because all modules of the model share one configuration.
     module.config = copy.copy(module.config)
     module.config._attn_implementation = NAME
     module.swapped, module.grid, module.blocks, module.fitted = attention, grid, attention.layout.block_grid, None
@@ -158,6 +159,7 @@ class StateLayer(CacheLayerMixin):
 
     @override
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Number of columns of the mask, and index of the first of them.
         return self.columns + query_length, 0
 
     @override
@@ -286,6 +288,7 @@ def _attend(
     # `update` has already counted these tokens, because transformers calls it before the attention function.
     _check_length(attention, x.shape[1] if cache is None else cache.columns)
     positions, original_mask = options.get("position_ids"), options.get(GIVEN)
+    # Flash attention gets no mask, so that only the positions show packed documents.
     by_positions = "flash" in module.host_config._attn_implementation
     bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
     if cache is not None and cache.unread is not None:
@@ -470,6 +473,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     layout = module.grid.layout(module.blocks, x.shape[1], module.swapped.mixes_prefix)
     check_nothing_hidden(attention_mask)
     q, k, v = heads
+    # The heads are projected already, in raster order, so that they are permuted instead of projected in block order.
     host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)
     out: Tensor = module.swapped(x, projections=host, layout=fit(module, module.swapped, layout, x.device))
     return out

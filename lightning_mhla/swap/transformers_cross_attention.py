@@ -160,6 +160,7 @@ def install(module: Any, attention: CrossAttention) -> None:
         module: cross-attention module from transformers.
         attention: the new attention, without projections.
     """
+    # A copy, because all modules of the model share one configuration.
     module.config = copy.copy(module.config)
     module.config._attn_implementation = CROSS_NAME
     module.swapped = attention

@@ -115,6 +115,7 @@ def _starts_in(attention_mask: Any, tokens: int) -> Tensor | None:
     visible = visible_keys(attention_mask)
     if visible.shape[-2:] != (tokens, tokens):
         return None
+    # [B, N - 1]: token i + 1 does not see token i.
     starts = ~visible[:, 0].diagonal(-1, 1, 2)
     if not bool(starts.any()):
         return None
@@ -135,6 +136,7 @@ def _counts_up(position_ids: Tensor) -> bool:
     """
     if has_no_values(position_ids):
         return True
+    # The version counts changes in place, which the identity of a tensor does not show. Inference tensors have no version.
     version = 0 if position_ids.is_inference() else position_ids._version
     cached = _counting.get(position_ids)
     if cached is None or cached[0] != version:

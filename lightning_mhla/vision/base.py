@@ -134,6 +134,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
                     "layers were removed from the model, which config.json cannot express; save its state_dict"
                 )
             preprocessing = None if self.preprocessing is None else self.preprocessing.as_dict()
+            # PyTorchModelHubMixin recorded the arguments of the constructor; head, pooling and names may have changed since.
             constructed: Any = self._hub_mixin_config
             config = {**constructed, "num_classes": self.num_classes, "global_pool": self.pool_name}
             config |= {"class_names": self.class_names, "preprocessing": preprocessing}

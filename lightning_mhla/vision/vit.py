@@ -189,6 +189,7 @@ class VisionTransformer(
         maps = [self.backbone.norm(outputs[index]) if norm else outputs[index] for index in map_indices]
         if self.backbone.inverse is not None:  # inside the backbone tokens are in block order
             maps = [tokens.index_select(1, self.backbone.inverse) for tokens in maps]
+        # Only tokens that consist of padding alone are left out.
         edge = self.border // self.patch_size
         inner = slice(edge, self.grid[0] - edge)
         return features, [tokens.transpose(1, 2).unflatten(-1, self.grid)[:, :, inner, inner] for tokens in maps]

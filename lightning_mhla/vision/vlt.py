@@ -140,6 +140,7 @@ class Stage(nn.Module):
         Returns:
             Feature maps ``[B, dim, H / 2, W / 2]``, or ``[B, dim, H, W]`` in the first stage.
         """
+        # The blocks take channels last, for their linear layers.
         x = self.downsample(x).permute(0, 2, 3, 1)
         for block in self.blocks:
             if self.checkpointing and torch.is_grad_enabled():
@@ -340,6 +341,7 @@ class VLT(
 def _stem(channels: int, dim: int, patch_size: int) -> list[nn.Module]:
     inner = dim // 2
     layers: list[nn.Module] = []
+    # Two of the four convolutions halve the map for patches of 4 pixels, one for patches of 2, none for patches of 1.
     shapes = [(channels, inner, 2 if patch_size == 4 else 1), (inner, inner, 1), (inner, inner, 1)]
     for in_channels, out_channels, stride in shapes:
         layers += [nn.Conv2d(in_channels, out_channels, 3, stride, 1), nn.BatchNorm2d(out_channels), nn.GELU()]
