@@ -86,6 +86,7 @@ class DrawnSamples(PeriodicEvaluation):
             except (ValueError, FileNotFoundError) as error:
                 failed = str(error)
             module.rest()
+        # If only the first process raised, the others would wait for it in the next collective operation.
         failed = trainer.strategy.broadcast(failed)
         if failed:
             raise ValueError(failed)
@@ -104,6 +105,7 @@ class DrawnSamples(PeriodicEvaluation):
         module, samples = self._checked(pl_module), None
         folder = run_folder(trainer)  # a collective, so every process must call it
         if trainer.is_global_zero or shards_weights(trainer):
+            # Training continues with the random numbers that it would have without the drawing.
             with kept_random_state(), evaluation_weights(trainer, module), trainer.precision_plugin.forward_context():
                 samples = module.draw_prompts(self.prompts, self.seed)
             module.rest()

@@ -114,6 +114,7 @@ class EncodedSamples:
         self.names = names or [LATENT]
         self._captions = reader.count_members(rf"\d+\.{re.escape(EMBEDDING)}").tolist()
         self.groups = groups if names else None
+        # Rows and columns that the member name of each group promises; None if all latents have one size.
         self._ends: list[tuple[int, ...] | None] = [None if name == LATENT else _side(name) for name in self.names]
         try:
             readable = reader.first_readable(lambda index: self._latent(index).shape)
@@ -278,6 +279,7 @@ def encode_samples(
     ) as call:
         order = call.order if source.per_sample else range(len(source.samples))
         empty = empty_caption_file(target / f"{prefix}-00000.tar")
+        # Without shards, an existing file may belong to an earlier set with a different text encoder.
         if not (call.shards.finished() and empty.exists()):
             with written_whole(empty) as aside:
                 aside.write_bytes(array_bytes(captions.tokens("", device).half()))

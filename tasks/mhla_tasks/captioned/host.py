@@ -193,6 +193,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
         for n, t in state.items()
         if n in model_state and t.shape != model_state[n].shape
     ]
+    # Grids with equally many blocks give matrices of the same shape, so the shapes alone do not show a different grid.
     mismatched += [
         f"blocks {list(cross_blocks)} for {list(module.grid)} in {name}"
         for name, module in model.named_modules()

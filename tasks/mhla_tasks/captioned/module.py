@@ -353,9 +353,11 @@ class CaptionedDiffusion(GenerativeModule):
         start = time.perf_counter()
         indices = [int(batch["index"][slot]) for slot in slots]
         pixels = self.draw([batch["caption"][slot] for slot in slots], indices, int(batch["seed"][0]))
+        # Otherwise the time would end when the kernels are launched, not when they are done.
         if pixels.is_cuda:
             torch.cuda.synchronize()
         took = {"seconds": (time.perf_counter() - start) / len(slots), "at_once": len(slots)}
+        # With sharded weights, more samples may have been drawn than are missing.
         positions = [indices.index(row["index"]) for row in rows]
         return {"pixels": pixels[positions], "rows": [{**row, **took} for row in rows]}
 
@@ -430,6 +432,7 @@ class CaptionedDiffusion(GenerativeModule):
         Returns:
             Losses ``[B]``.
         """
+        # Times are drawn on the CPU, so that every device gives the same ones.
         cpu = torch.device("cpu")
         clean, text = self.clean(batch), self.encode_captions(batch)
         times = torch.cat(

@@ -229,6 +229,7 @@ class SampleFolder(Callback):
         """Write each sample of a batch to its own file, and append a line about it to the JSON Lines file of the samples."""
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
+            # The line is written before the file, because `missing` cannot check a file without a line.
             with (self.folder / f"{self.kind}.jsonl").open(
                 "a"
             ) as stream:  # a line break first: a stop may have cut the last line
@@ -245,6 +246,7 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
         if not trainer.is_global_zero:
             return
+        # A stop between line and file leads to a second line for the file, which replaces the first.
         rows = sorted({row["file"]: row for row in self._lines()}.values(), key=lambda row: row["index"])
         write_whole(self.folder / f"{self.kind}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
         if self._shown:

@@ -101,6 +101,7 @@ def denoise(
     generators = [sample_generator(seed, index) for index in indices]
     noise = randn_tensor((len(indices), *shape), generator=generators, device=device, dtype=torch.float32)
     scheduler = host.schedulers[sampling.sampler](shift)
+    # Only the denoising loop of the pipeline is used: captions are already embedded, and latents are decoded by the caller.
     pipeline = host.pipeline(tokenizer=None, text_encoder=None, vae=None, transformer=network, scheduler=scheduler)
     pipeline.set_progress_bar_config(disable=True)
     with read_texts_once(network):

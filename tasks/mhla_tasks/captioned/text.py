@@ -127,6 +127,7 @@ class WordVectors(CaptionEncoder):
         words = caption.lower().split()[: self.config.length]
         seeds = [int.from_bytes(hashlib.sha256(word.encode()).digest()[:WORD_BYTES], "big") for word in words]
         vectors = [np.random.default_rng(seed).standard_normal(self.width, dtype=np.float32) for seed in seeds]
+        # In place and in order: `previous` already contains the words before it.
         for previous, vector in pairwise(vectors):
             vector += np.float32(self.config.carry) * previous
         return torch.from_numpy(np.stack(vectors) if vectors else np.zeros((0, self.width), np.float32)).to(device)
@@ -172,10 +173,12 @@ class TransformersText(CaptionEncoder):
             text = caption.lower().strip()
         instruction = self._instruction() if text and instructed else ""
         instruction_length = len(tokenizer.encode(instruction)) if instruction else 0
+        # As in SanaPipeline: the first and the last token of the instruction stay, and count toward config.length.
         length = instruction_length + self.config.length - 2 if instruction_length else self.config.length
         encoded = tokenizer(instruction + text, truncation=True, max_length=length, return_tensors="pt").to(device)
         if not encoded.input_ids.shape[1]:  # the empty caption, if the tokenizer adds no tokens
             return torch.zeros(0, self.width, device=device)
+        # Embeddings must not depend on the precision of training: those in prepared data were computed without autocast.
         with torch.autocast(device.type, enabled=False):
             hidden = model(encoded.input_ids, attention_mask=encoded.attention_mask).last_hidden_state[0].float()
         return torch.cat([hidden[:1], hidden[instruction_length - 1 :]]) if instruction_length else hidden

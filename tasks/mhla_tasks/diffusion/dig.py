@@ -151,11 +151,13 @@ class TurningBackbone(nn.Module):
                     causal=config.causal,
                     bias=False,
                     key_width=round(dim / heads * config.key_ratio),
+                    # Between the blocks, tokens are reversed and transposed in raster order.
                     block_ordered=False,
                 )
             )
         self.norm = make_norm("layernorm", dim, affine=False)
         for name, parameter in self.named_parameters():
+            # With gates of zero, every block starts as the identity, as in DiT (adaLN-Zero).
             if ".modulation." in name:
                 nn.init.zeros_(parameter)
 
@@ -186,6 +188,7 @@ class TurningBackbone(nn.Module):
                 x = block(x, condition)
             if self.config.directions != "one":
                 x = x.flip(1)
+            # after a pair of scans, forward and backward
             if transposes and index % 2:
                 x, current_grid = _exchanged(x, current_grid), (current_grid[1], current_grid[0])
         if len(self.blocks) % 2 and self.config.directions != "one":  # an even number of reversals cancels out

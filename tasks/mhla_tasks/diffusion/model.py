@@ -182,5 +182,6 @@ def _join_patches(patches: Tensor, grid: tuple[int, int], size: int) -> Tensor:
         size: side of a patch.
     """
     height, width = grid
+    # [B, h, w, p, q, C]: position of the patch, position of the pixel in it, channels
     parts = patches.view(-1, height, width, size, size, patches.shape[-1] // size**2)
     return torch.einsum("bhwpqc->bchpwq", parts).reshape(-1, parts.shape[-1], height * size, width * size)

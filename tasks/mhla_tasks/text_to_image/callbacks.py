@@ -114,6 +114,7 @@ class SceneScores(ImagePictures):
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
         path = folder / "scenes.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
+        # A run that resumes from an earlier step evaluates later steps again; their old lines are dropped.
         earlier_lines = [line for line in lines if json.loads(line)["step"] < step]
         line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
         write_whole(path, "\n".join([*earlier_lines, line]) + "\n")

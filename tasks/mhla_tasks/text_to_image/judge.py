@@ -69,6 +69,7 @@ def find_digits(pixels: Tensor) -> list[Found]:
     from scipy import ndimage
 
     bright = pixels.amax(0).numpy() > DARK
+    # Pixels that touch at a corner are connected too.
     areas, count = ndimage.label(bright, structure=np.ones((3, 3)))
     boxes = ndimage.find_objects(areas)
     properties, images = [], []
@@ -163,6 +164,7 @@ def _reader() -> Any:
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)
+    # the size of one of several digits in a scene, the smaller of the two sizes
     small = F.interpolate(images, (14, 14), mode="bilinear", antialias=True)[:, 0] * 255
     boxes = []
     for image in small:

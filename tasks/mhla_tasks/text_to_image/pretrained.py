@@ -48,5 +48,6 @@ SANA = Host(
     lambda state: any(".attn.qkv." in name for name in state),
     published_names,
     {"dpm": _dpm, "euler": euler_scheduler},
+    # Embeddings replace the prompts. Binning would change the size to one that SANA was trained on.
     {"height": 32, "width": 32, "prompt": None, "negative_prompt": None, "use_resolution_binning": False},
 )

@@ -28,6 +28,7 @@ def positions(start: int, velocity: int, space: int, frames: int) -> list[int]:
     Returns:
         Position in each frame, from 0 to ``space``.
     """
+    # On a circle of twice the length, the point moves on without reflections; the second half is the way back.
     unfolded = [(start + velocity * frame) % (2 * space) for frame in range(frames)]
     return [min(position, 2 * space - position) for position in unfolded]
 

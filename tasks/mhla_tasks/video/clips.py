@@ -241,6 +241,7 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
         av.open(file, "w", format="mp4") as container,
     ):
         stream: Any = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1000))
+        # 4:2:0 stores one color for 2 x 2 pixels, so both sides must be even.
         stream.height, stream.width = (pixels.shape[1] // 2 * 2, pixels.shape[2] // 2 * 2)
         stream.pix_fmt, stream.options = "yuv420p", {"crf": str(crf)}
         for image in pixels:
@@ -248,6 +249,7 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
                 np.ascontiguousarray(image[: stream.height, : stream.width]), format="rgb24"
             )
             container.mux(stream.encode(frame))
+        # without a frame: the encoder hands out the frames that it still holds
         container.mux(stream.encode())
 
 

@@ -236,6 +236,7 @@ class VideoContinuation(GenerativeModule):
         """
         if frames.shape[1] <= self.start:
             raise ValueError(f"clips of {frames.shape[1]} frames have none after the first start={self.start}")
+        # The output at frame i predicts frame i + 1, so the first output that counts is that of the last given frame.
         logits = self(seen[:, :-1])[:, self.start - 1 :]
         losses = F.cross_entropy(logits.flatten(0, -2), frames[:, self.start :].flatten(), reduction="none")
         return losses.view(len(frames), -1).mean(1)

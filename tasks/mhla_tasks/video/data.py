@@ -273,6 +273,7 @@ class VideoFolders(ResumableDataModule):
             BrokenSampleError: if a video is damaged or has fewer frames than a clip.
         """
         super().setup(stage)
+        # With limit_val_batches=0, no held-out video is read.
         if stage in ("validate", "test") or (stage == "fit" and getattr(self.trainer, "limit_val_batches", 1) != 0):
             self._clips("validate").check()
 

@@ -140,6 +140,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         """
         tokens = self._tokens(frames)
         out = self.backbone.next_tokens(tokens, cache, [tokens.shape[1]] * len(tokens))
+        # the tokens of the last frame, from which the next one is predicted
         return self._levels(out[:, -self.tokens :], frames[:, -1:]).argmax(-1)
 
     def new_cache(self) -> GenerationCache:
@@ -192,6 +193,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
 
     def _levels(self, tokens: Tensor, frames: Tensor) -> Tensor:
         channels, size, (rows, columns) = self.size[0], self.patch_size, self.grid
+        # [B, F, rows, columns, C, p, p, levels], moved to [B, F, C, rows, p, columns, p, levels]
         parts = self.head(tokens).view(*frames.shape[:2], rows, columns, channels, size, size, self.levels)
         return parts.permute(0, 1, 4, 2, 5, 3, 6, 7).reshape(*frames.shape, self.levels)
 
