@@ -170,6 +170,7 @@ class CrossAttention(nn.Module):
                 )
             q = projections.queries(hide_rows(tokens, visible))
             context.check(self, q)
+            # The summaries take the place of keys and values, of which there are none.
             nothing = q[:, :0]
             inputs = CrossInputs(q, nothing, nothing, visible, None, queries, context.context, first)
             out = self.attend_summaries(inputs, context)

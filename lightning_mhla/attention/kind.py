@@ -147,6 +147,7 @@ class AttentionKind(nn.Module):
         only for kinds whose outputs are linear in the values.
         """
         batch, tokens, heads, _ = inputs.v.shape
+        # Value j is the unit vector j, so that the output of a query lists its weights.
         units = torch.eye(tokens, dtype=inputs.v.dtype, device=inputs.v.device)[None, :, None]
         return self.attend(replace(inputs, v=units.expand(batch, tokens, heads, tokens))).transpose(1, 2)
 

@@ -144,6 +144,7 @@ class BlockLayout:
     @cached_property
     def block_sizes(self) -> tuple[int, ...]:
         """Number of tokens in each block, in block order. The block of prefix tokens, if any, comes first."""
+        # The sizes of the axes are multiplied, the last axis fastest.
         sizes = [1]
         for axis in self.edges:
             sizes = [size * (end - start) for size in sizes for start, end in pairwise(axis)]
@@ -163,6 +164,7 @@ class BlockLayout:
         """Index in raster order of the token at each position in block order: ``[N]`` int64 on the CPU."""
         block = torch.zeros(1, dtype=torch.int64, device="cpu")
         for axis in self.edges:
+            # Block of each token along this axis; `block` becomes the raster index of the block of each token.
             along = torch.bucketize(
                 torch.arange(axis[-1], device="cpu"), torch.tensor(axis[1:], device="cpu"), right=True
             )
@@ -234,6 +236,7 @@ class BlockLayout:
             order = torch.cat([prefix.clamp(max=self.prefix_tokens - 1)[None], order + self.prefix_tokens])
             filled = torch.cat([(prefix < self.prefix_tokens)[None], filled])
             inverse = torch.cat([prefix[: self.prefix_tokens], inverse + slots])
+        # Without gaps no mask is needed. A symbolic size that is not surely divisible counts as uneven.
         even = all(surely_equal(length % count, 0) for length, count in zip(self.grid, self.block_grid, strict=True))
         full = even and not self.prefix_tokens
         return Placement(self, order.flatten(), inverse, {"block_size": slots}, None if full else filled.flatten())

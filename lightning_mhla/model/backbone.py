@@ -158,6 +158,7 @@ class Backbone(LayoutTables):
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
         if positions is None:
             positions = sequence_positions(x, cu_seqlens)
+            # The process holds a later part of each sequence, whose first token is not at position 0.
             positions = positions if share is None else positions + share.start
         angles = self._angles(positions)
         for block in self.layers:
@@ -218,6 +219,7 @@ class Backbone(LayoutTables):
         Raises:
             ValueError: if the sequence has fewer blocks than the group has processes.
         """
+        # Processes exchange summaries of complete blocks, so the sequence is cut between blocks.
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
         size = self.layout.operator_blocks["block_size"] if in_blocks else SHARED_BLOCK
         return SequenceShare(group, tokens, int(size))

@@ -151,6 +151,7 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:
     """Return the names of all options of a transformers configuration class."""
+    # An attribute map holds other names of the same options, such as hidden_size for n_embd in GPT-2.
     return {*kind().to_dict(), *getattr(kind, "attribute_map", ())}
 
 
@@ -203,6 +204,7 @@ def source_weights(
         weights = load_swapped(pretrained, torch.float32).state_dict()
     else:
         weights = read_original(pretrained)
+    # Names of the attention modules with replaced attention.
     replaced = {name.partition(NEW)[0] for name in network.state_dict() if NEW in name}
     return {name: value for name, value in weights.items() if NEW not in name or name.partition(NEW)[0] in replaced}
 
@@ -214,6 +216,7 @@ def repeated_layers(network: PreTrainedModel) -> list[nn.Module]:
         ValueError: if the model has no ``nn.ModuleList`` of length ``config.num_hidden_layers``.
     """
     depth = network.config.num_hidden_layers
+    # The outermost list comes first, and a layer may contain lists of the same length.
     lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
     if not lists:
         raise ValueError(f"{type(network).__name__} has no list of its {depth} layers")

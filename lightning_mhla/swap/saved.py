@@ -53,6 +53,7 @@ def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
     """
     if issubclass(host, mixin):
         return host
+    # One class for each pair, so that all models of a kind share it.
     if (mixin, host) not in _derived:
         base_attributes = {"__module__": mixin.__module__, "mixin": mixin, "host": host}
         _derived[mixin, host] = type(name, (mixin, host), {**base_attributes, **attributes})

@@ -118,6 +118,7 @@ class SwappedConfig(SwappedClass):
         content["auto_map"] = self._auto_map()
         if names := content.get("architectures"):
             content["architectures"] = [name.removeprefix(PREFIX) for name in names]
+        # A configuration class accepts unknown entries, so that only one whose type it checks makes it fail.
         typed = next(name for name in TYPED if _rejects(self.host, name))
         content = guarded(content, {"model_type": MODEL_TYPE, TYPED[0]: NOTICE, typed: NOTICE})
         Path(json_file_path).write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -131,6 +132,7 @@ class SwappedConfig(SwappedClass):
         """
         import transformers
 
+        # The saved module imports classes by name, which works only for classes that transformers exports.
         if getattr(transformers, self.host.__name__, None) is not self.host:
             return {}
         names = {"AutoConfig": type(self).__name__}
@@ -194,6 +196,7 @@ class SwappedTransformersModel(SwappedModel):
         plain.__dict__.pop("auto_map", None)
         if plain._attn_implementation == UNUSABLE:  # transformers chooses the attention of layers that are not replaced
             plain._attn_implementation = None
+        # Not every class of a model family takes options such as add_pooling_layer.
         parameters = inspect.signature(self.host.__init__).parameters  # type: ignore[misc]
         unsaved = {name: value for name, value in record.get("options", {}).items() if name in parameters}
         super().__init__(plain, *args, **{**unsaved, **options})  # type: ignore[call-arg]

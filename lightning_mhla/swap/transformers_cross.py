@@ -153,6 +153,7 @@ def _build(layer: Any, config: CrossAttentionConfig) -> CrossAttention:
         config: configuration of the new attention, with all options for the context set.
     """
     weight = next(layer.parameters())
+    # T5 and its relatives name heads and widths differently from BART and its relatives.
     is_t5 = hasattr(layer, "key_value_proj_dim")
     heads, width = (layer.n_heads, layer.key_value_proj_dim) if is_t5 else (layer.num_heads, layer.head_dim)
     longest = _longest(layer.config, "max_target_positions", "max_position_embeddings", "n_positions")
