@@ -13,8 +13,8 @@ documents, and measures the perplexity of held-out documents at 1,024 and 4,096 
 original model, trained on as many batches. Its batches begin with those on which other rows match their layers. With
 ``--long``, the trained model also reads 8,192 to 32,768 tokens of held-out documents, one after the other, and is asked for a
 number that stands in one sentence between them. ``--lora``, ``--distill``, ``--weights``, ``--length`` and the learning rates
-vary the recipe. ``--curve`` measures the perplexity during training, too, at a constant learning rate. Computed with one
-thread, in bfloat16 autocast.
+vary the recipe. ``--curve`` measures the perplexity during training, too, at a constant learning rate; a run that is stopped
+keeps the measurements so far. Computed with one thread, in bfloat16 autocast.
 """
 
 # Longer than other modules because rows, recipe, measurements and picture of one study belong together.
@@ -64,6 +64,7 @@ ROWS: dict[str, dict[str, Any] | None] = {
     "window": {**WINDOW, "options": NOT_FAR},
     "window without sinks": {**WINDOW, "options": {**NOT_FAR, "sinks": 0}},
     "mhla_window 256": {**WINDOW, "block_size": 256, "options": FAR},
+    "mhla_window 512": {**WINDOW, "block_size": 512, "options": FAR},
     "mhla_window 64": {**WINDOW, "block_size": 64, "options": FAR},
     "window 64": {**WINDOW, "block_size": 64, "options": NOT_FAR},
     "mhla_window 32": {**WINDOW, "block_size": 32, "options": FAR},
@@ -279,7 +280,7 @@ def train(
     steps: int,
     loss_of: Callable[[Tensor], Tensor],
     data: Iterator[Tensor],
-    measured: Callable[[int], None] | None = None,
+    measured: Callable[[int, float], None] | None = None,
 ) -> float:
     """Train with AdamW and warm-up, and return the seconds of this process.
 
@@ -288,9 +289,9 @@ def train(
         steps: number of optimizer steps.
         loss_of: function that returns the loss of a batch.
         data: batches.
-        measured: function that is called after each step with the number of steps so far, and whose seconds do not count. The
-            learning rate then stays constant after warm-up, so that each step could be the last one. With None, the learning
-            rate falls by a cosine.
+        measured: function that is called after each step with the number of steps and of seconds so far; its own seconds do not
+            count. The learning rate then stays constant after warm-up, so that each step could be the last one. With None, the
+            learning rate falls by a cosine.
     """
     seconds, optimizer = 0.0, torch.optim.AdamW(parameters, weight_decay=0.0, betas=(0.9, 0.95))
     warmup = max(1, (STEPS[1] if measured else steps) // 10)
@@ -311,7 +312,7 @@ def train(
         schedule.step()
         seconds += time.process_time() - begin
         if measured:
-            measured(step)
+            measured(step, seconds)
     return seconds
 
 
@@ -334,8 +335,9 @@ def run_row(
     held_out: dict[int, list[Tensor]],
     long_text: Tensor,
     cost_documents: list[Tensor],
+    save: Callable[[dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Replace, match, train and measure one row."""
+    """Replace, match, train and measure one row. ``save`` gets the results so far after each measurement of a curve."""
     torch.manual_seed(options.seed)
     model, data, config = load(options.source), batches(stream, options.seed), ROWS[name]
     short = {CONTEXT: held_out[CONTEXT]}
@@ -392,12 +394,14 @@ def run_row(
     steps = measured_steps(options.steps[1], options.curve)
     curve: dict[str, Any] = {}
 
-    def measure(step: int) -> None:
-        if step in steps:
-            was_training = model.training
-            curve[str(step)] = perplexities(model.eval(), held_out)
-            model.train(was_training)
-            print(f"{name}, step {step}: {json.dumps(curve[str(step)])}", flush=True)
+    def measure(step: int, seconds: float) -> None:
+        if step not in steps:
+            return
+        was_training = model.training
+        curve[str(step)] = perplexities(model.eval(), held_out)
+        model.train(was_training)
+        print(f"{name}, step {step}: {json.dumps(curve[str(step)])}", flush=True)
+        save(row | {"tune": {"steps": step, "seconds": seconds}, "steps": curve, "tuned": curve[str(step)]})
 
     seconds = train(groups, options.steps[1], text_loss, data, measure if steps else None)
     row["tune"] = {"steps": options.steps[1], "seconds": seconds}
@@ -472,14 +476,18 @@ def main() -> None:
     if options.choose:
         cost_documents = [x[: options.choose + 1] for x in documents if len(x) > options.choose][:COST_DOCUMENTS]
     for name in options.rows:
-        row = run_row(name, options, stream, held_out, long_text, cost_documents)
         label = describe_row(name, options)
+        file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+
+        def save(results: dict[str, Any], file: Path = file) -> None:
+            write_whole(file, json.dumps({**describe(torch.device("cpu")), **results}, indent=1) + "\n")
+
+        row = run_row(name, options, stream, held_out, long_text, cost_documents, save)
         print(
             label,
             json.dumps({stage: row[stage] for stage in ("swapped", "matched", "tuned", "long") if stage in row}),
             flush=True,
         )
-        file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps({**describe(torch.device("cpu")), **row}, indent=1) + "\n")
+        save(row)
         draw(file.parent, options.out / "real-language.png")
