@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = logits.softmax(-1)
                 slope.scatter_add_(1, chosen, slope.new_full(chosen.shape, -1.0))
                 # Divide by the number of targets in backward, in float32: here small entries could underflow in half precision.
-                slope = (slope * counts[:, None]).to(dtype)
+                slope = slope.mul_(counts[:, None]).to(dtype)
                 if to_hidden is not None:
                     to_hidden[part] = slope @ matrix
                 if to_weight is not None:

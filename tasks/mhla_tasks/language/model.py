@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Unpack
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
@@ -16,7 +17,7 @@ from lightning_mhla.attention.sequence import SequenceShare
 from mhla_tasks.language.base_model import BackboneOptions, EmbeddedBackbone, MHLABlock, MHLAModel, check_options
 from mhla_tasks.language.config import MHLAConfig
 from mhla_tasks.language.lengths import warn_beyond_context, without_reminder
-from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
+from mhla_tasks.language.loss import IGNORED, LOGITS, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.padding import check_tokens, following_tokens, in_graph
 from mhla_tasks.language.state_cache import StateCache
 
@@ -173,40 +174,47 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         if skip is None:
             skip = labels is None and shift_labels is not None
         last = slice(-logits_to_keep or None, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = None if skip else self.head(hidden[:, last])
+        every = logits if isinstance(logits_to_keep, int) and not logits_to_keep else None
         output = LanguageModelOutput(
-            loss=None if shift_labels is None else self._loss(hidden, shift_labels, kwargs),
-            logits=None if skip else self.head(hidden[:, last]),
+            loss=None if shift_labels is None else self._loss(hidden, every, shift_labels, kwargs),
+            logits=logits,
             past_key_values=tokens.cache,
             hidden_states=tokens.states,
         )
         return output.to_tuple() if return_dict is False else output
 
-    def _loss(self, hidden: Tensor, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
+    def _loss(self, hidden: Tensor, logits: Tensor | None, shift_labels: Tensor, options: ForwardOptions) -> Tensor:
         """Compute the cross-entropy of the target tokens in nats: a scalar, or ``[B, N]`` with ``loss_reduction="none"``.
-
-        The logits of all tokens are stored at once only if the head has an adapter from the peft library.
 
         Args:
             hidden: input of the output head, ``[B, N, dim]``.
+            logits: output of the head, ``[B, N, V]``. They are used unless they are many. None if they are not computed for all
+                tokens; then they are not stored at once either, unless the head has an adapter from the peft library.
             shift_labels: target of each token, ``[B, N]`` int64; -100 is ignored.
             options: keyword arguments of the forward pass.
         """
         mean = options.get("loss_reduction", "mean") == "mean"
-        rows, targets = hidden.flatten(0, 1), shift_labels.flatten()
+        plain = type(self.head) is nn.Linear  # peft's adapter adds to the product with the weight
+        # A second product with the head costs time, and the softmax of many logits and its gradient cost memory. In float16,
+        # gradients that are divided by the number of tokens before they are rounded could underflow.
+        if plain and logits is not None and (in_graph() or logits.numel() > LOGITS or logits.dtype == torch.float16):
+            logits = None
+        rows, targets = (hidden if logits is None else logits).flatten(0, 1), shift_labels.flatten()
         # Skip ignored tokens only where they can be counted: on a device, the count would have to wait for the device, and a
         # graph cannot depend on it.
         can_count = mean and targets.device.type == "cpu" and not in_graph()
         if can_count and (counts := targets != IGNORED).sum() < len(targets) // 2:
             rows, targets = rows[counts], targets[counts]
-        if type(self.head) is nn.Linear:
+        if plain and logits is None:
             compute = linear_cross_entropy if mean else token_losses
             loss = compute(rows, self.head.weight, targets)
-        else:  # peft's adapter adds to the product with the weight, so the weight alone is not enough
-            logits = self.head(rows).float()
+        else:
+            scores = (self.head(rows) if logits is None else rows).float()
             if mean:
-                loss = logits_cross_entropy(logits, targets)
+                loss = logits_cross_entropy(scores, targets)
             else:
-                loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
+                loss = nn.functional.cross_entropy(scores, targets, ignore_index=IGNORED, reduction="none")
         items = options.get("num_items_in_batch")
         if mean and items is not None:  # transformers' Trainer adds up the losses of the accumulated batches
             loss = loss * (targets != IGNORED).sum() / items

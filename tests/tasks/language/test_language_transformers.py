@@ -155,6 +155,31 @@ def test_labels_give_logits_too(exported: Path) -> None:
         assert part(IDS, output_attentions=False)[0].shape[:2] == IDS.shape
 
 
+@pytest.mark.parametrize("case", ["all tokens", "few targets", "padding", "loss of each token", "last columns only"])
+def test_the_loss_reads_the_logits_that_are_computed_anyway(case: str) -> None:
+    model = small_model("exponential").network.train()
+    labels, options = IDS.clone(), {}
+    if case == "few targets":
+        labels[:, :-3] = -100
+    elif case == "padding":
+        options = {"attention_mask": torch.ones_like(IDS).index_fill(1, torch.arange(4), 0)}
+    elif case == "loss of each token":
+        options = {"loss_reduction": "none"}
+    elif case == "last columns only":
+        options = {"logits_to_keep": 2}
+    products: list[int] = []
+    model.head.register_forward_hook(lambda *_: products.append(1))
+    results = []
+    for skip in (False, True):
+        model.zero_grad()
+        loss = model(IDS, labels=labels, skip_logits=skip, **options).loss
+        if case != "loss of each token":  # it has no gradient without logits
+            loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(results[0], results[1])
+    assert len(products) == 1  # the head of a model without logits is part of the loss
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_checkpointing_changes_no_gradient(kind: str) -> None:
     model = small_model(kind).network.train()
