@@ -219,6 +219,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             raise ValueError("the model keeps no attention matrices: leave output_attentions out")
         check_cache(past_key_values)
         x = self._embed(input_ids, inputs_embeds)
+        # Otherwise positions may begin again for other reasons, such as padding, and do not mark packed documents.
         packs = attention_mask is None and past_key_values is None and share is None
         bounds = document_bounds(options, cu_seqlens, position_ids if packs else None, x)
         if bounds is not None and attention_mask is not None:
@@ -232,6 +233,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         states: list[Tensor] | None = [] if keep else None
         if bounds is not None:
             hidden = self._packed(x, bounds, share, position_ids, states)
+            # The backbone's last entry precedes the final norm; transformers expects the normalized hidden states there.
             return HiddenTokens(hidden, None, None, None if states is None else (*states[:-1], hidden))
         real = None if attention_mask is None else real_mask(attention_mask, x)
         # A state must not absorb padding: the real tokens of each row come first, and the outputs go back to their columns.
@@ -312,6 +314,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             single: whether each row is one sequence that this process holds completely; otherwise there is no state.
         """
         if use_cache is not None:
+            # A recomputed layer would add the tokens to its state a second time.
             recomputes = self.training and any(block.gradient_checkpointing for block in self.backbone.layers)
             return use_cache and single and not recomputes
         if self.training or in_graph() or not single or not self.config.use_cache:

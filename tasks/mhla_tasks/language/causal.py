@@ -214,6 +214,7 @@ class CausalLanguageModel(TrainingModule):
         loss = self._losses(batch, "mean", share)
         if "target_mask" in batch:
             loss, count = self._balanced(loss, self._targets(batch, share))
+            # `loss` is weighted such that its average over the processes is the mean over all targets.
             mean = loss.detach().clone()
             if self.trainer.world_size > 1:
                 torch.distributed.all_reduce(mean)

@@ -116,6 +116,7 @@ class Chat:
         """
         ids = self.conversation.ask(text)
         limit = longest(self.model)
+        # The last token of a reply is never an input, so it may exceed the limit by one.
         reply_limit = self.count if limit is None else min(self.count, limit - len(ids) + 1)
         if reply_limit < 1:
             self.conversation.take_back()

@@ -130,6 +130,7 @@ def _tsv(source: Source, column: str) -> Rows:
 
 def _separated(source: Source, column: str, delimiter: str) -> Rows:
     csv.field_size_limit(LONGEST_LINE)  # the default of 128 KiB is less than a long document
+    # Quoted fields may span lines, so the reader needs the line ends.
     rows = csv.reader((f"{line}\n" for line in iterate_lines(source)), delimiter=delimiter, strict=True)
     header: list[str] | None = None
     line = 1

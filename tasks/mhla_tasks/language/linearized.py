@@ -95,6 +95,7 @@ class LinearizedModel(CausalLanguageModel):
                 raise ValueError("name the model to linearize: --model.pretrained=FOLDER_OR_NAME")
             network = source_network(pretrained)
         self.save_hyperparameters(ignore=["pretrained"])
+        # Checkpoints must load where `pretrained` no longer exists, so they hold the configuration that was read from it.
         for saved in saved_hyperparameters(self):
             saved["network"] = network
         keep_plain(self)

@@ -75,6 +75,7 @@ def examine(network: PreTrainedModel, context: int) -> bool:
         return False
     # Change the last of four tokens: in a causal model, the logits of the first three stay the same.
     trains = network.training
+    # Dropout would make the logits of the two passes differ.
     network.eval()
     tokens = torch.arange(4)[None] % config.vocab_size
     logits = network(tokens, use_cache=False).logits

@@ -92,6 +92,7 @@ class PackedRows(IterableDataset):
             row = index % number
             if index >= first and row in row_positions and index >= row_positions[row].document:
                 waiting[row].append((index, document))
+            # Rows fill at different speeds: a batch is complete when the slowest row of this process has a sample.
             while all(self._filled(packs[row], waiting[row]) for row in self.rows):
                 yield self._batch([packs[row].take(self.context) for row in self.rows])
 
@@ -256,6 +257,7 @@ class StreamLoader:
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
+        # One iterator serves all epochs, because the stream does not end with an epoch.
         if self._iterator is None:
             self._iterator = iter(DataLoader(self.make(self.start), batch_size=None, num_workers=self.workers))
         for number in range(trained, (trained // steps + 1) * steps):

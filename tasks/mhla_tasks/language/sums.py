@@ -85,6 +85,7 @@ class TextSums(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        # By default, torchmetrics leaves NaN out of the sum; here it must remain, so that `take` reports it.
         metrics = {name: SumMetric(nan_strategy="disable").set_dtype(SUM_DTYPE) for name in SUMS}
         self.sums = nn.ModuleDict(metrics)
         self.answers = Answers()
@@ -130,6 +131,7 @@ class TextSums(nn.Module):
         loss = sums["nats"] / sums["tokens"]
         if not math.isfinite(loss):
             raise ValueError(f"the {stage} loss is {loss}: the weights are broken; resume from an earlier checkpoint")
+        # A perplexity above exp(88) does not fit into float32.
         values = {"loss": loss, "perplexity": math.exp(min(loss, 80.0)), "samples": sums["samples"]}
         if sums["bytes"]:
             values["bits_per_byte"] = sums["nats"] / math.log(2) / sums["bytes"]

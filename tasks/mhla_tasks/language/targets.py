@@ -22,6 +22,7 @@ def mask_ranges(mask: np.ndarray) -> np.ndarray:
     Returns:
         Index of the first value of each range and index after its last one, ``[ranges, 2]`` int64, in ascending order.
     """
+    # With False on both sides of the mask, starts and ends alternate.
     edges = np.flatnonzero(np.diff(mask.astype(np.int8), prepend=0, append=0))
     return edges.reshape(-1, 2).astype(np.int64)
 

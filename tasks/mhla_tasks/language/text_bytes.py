@@ -57,6 +57,7 @@ def spread(missing: int, count: int, position: int) -> int:
         position: number of tokens at the start of the document, 0 to ``count``.
     """
     shares = max(1, count - 1)
+    # Shares are cumulative, so that rounding cancels: all tokens together get exactly `missing` bytes, also if it is negative.
     return missing * max(0, position - (count - shares)) // shares
 
 

@@ -129,6 +129,7 @@ class ShardRuns:
             BrokenSampleError: if the shard does not store them, or they cannot be read.
         """
         if run not in self._targets:
+            # as for the starts of documents
             if len(self._targets) >= 64:
                 self._targets.clear()
             try:

@@ -102,6 +102,7 @@ def write_card(
     header = {"library_name": "lightning-mhla", "tags": ["mhla", "linear-attention"]}
     header |= {"license": license_name} if license_name else {}
     article = "An" if name[0] in "AEIOU" else "A"
+    # The template has the quotation marks already, so the first and last character of `quoted` are cut off below.
     quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # a JSON string is also a Python string
     code = loading.replace("FOLDER", quoted[1:-1])
     epochs = content.get("epoch", 0) + 1

@@ -74,6 +74,7 @@ def write_export(
                 f"--{name} is not an option for {checkpoint}, which contains the model of {type(module).__name__}"
             )
     card = folder / "README.md"
+    # Read before the folder is rebuilt, which replaces the file.
     previous_card = card.read_text(encoding="utf-8") if card.exists() else None
     network = type(getattr(module, "network", None)).__name__
     loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING

@@ -73,6 +73,7 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
 
     def loss() -> float:
         (metrics,) = trainer.validate(module, data, verbose=False) or ({},)
+        # Only language models log a perplexity; its logarithm is the loss per token.
         if "val/perplexity" in metrics:
             units.append("token")
             return math.log(metrics["val/perplexity"])

@@ -41,6 +41,7 @@ def run_command(command: list[str], output: Path | None = None) -> int:
     with open(output, "ab") if output is not None else nullcontext() as stream:
         child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
     interrupts: list[int] = []
+    # The command decides what to do, such as saving its state, so the parent waits for it and does not kill it.
     previous_handlers = {
         number: signal.signal(number, lambda n, _: child.send_signal(n)) for number in (signal.SIGTERM, signal.SIGUSR1)
     }

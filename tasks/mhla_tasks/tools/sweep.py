@@ -180,6 +180,7 @@ def split_values(text: str) -> list[str]:
             depth += 1
         elif letter in "]})":
             depth -= 1
+        # A comma inside brackets or quotes belongs to the value.
         if letter == "," and not depth and not quote:
             parts.append("")
         else:
@@ -393,6 +394,7 @@ def _begin(folder: Path, line: CommandLine) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     record = folder / RECORD
     if record.exists():
+        # Otherwise a run that is trained again with other options would count as finished if it is interrupted.
         write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
     write_whole(folder / STARTED, json.dumps(_saved_arguments(line)) + "\n")
 

@@ -112,6 +112,7 @@ class LMEval(PeriodicEvaluation):
                 task_manager=self._manager,
                 num_fewshot=self.options["num_fewshot"],
                 limit=self.options["limit"],
+                # Standard errors are not logged, and bootstrapping them takes time.
                 bootstrap_iters=0,
                 log_samples=False,
             )

@@ -77,6 +77,7 @@ class MHLALM(HFLM):
         if length is not None and limit is not None and length > limit:
             if not isinstance(model, MHLAForCausalLM):
                 raise ValueError(f"max_length={length} exceeds the {limit} positions that the model has; lower it")
+            # The caller goes on using the object, in training for example.
             model = copy.deepcopy(model) if model is pretrained else model
             model.extend(length)
         for unused in ("trust_remote_code", "parallelize"):
@@ -86,6 +87,7 @@ class MHLALM(HFLM):
         self.prompts: Counter[str] = Counter()
         self.prompts_cut: Counter[str] = Counter()
         self._shortened: set[str] = set()
+        # HFLM assumes a single process if it gets a model object.
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             self._rank, self._world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
 

@@ -50,6 +50,7 @@ def local_data(folder: str | Path | None) -> Iterator[None]:
         local_copy = root / path
         if local_copy.is_dir():
             return original(str(local_copy), *args, **{"cache_dir": str(_cache_of(local_copy)), **options})
+        # A task that names a file format brings its own files, so a failure is not about a missing copy.
         if path in BUILDERS:
             return original(path, *args, **options)
         try:

@@ -140,6 +140,7 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
     """
     points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
     steps, values = zip(*points, strict=True)
+    # SVG counts y from the top, so the smallest value has the largest coordinate.
     scale_y = Axis(min(values), max(values), HEIGHT - BOTTOM, TOP)
     ticks_y = scale_y.ticks()
     left = label_width(ticks_y, LEFT)

@@ -41,6 +41,7 @@ def print_table(table: Table, remarks: Sequence[str]) -> None:
         printed.add_row(*(Text(harmless(str(cell)), style="bold" if cell.best else "") for cell in row))
     console = Console(highlight=False)
     if not console.is_terminal:
+        # In a file or a pipe, lines are not wrapped at the width of a terminal that is not there.
         console = Console(highlight=False, width=1000)
     console.print(printed)
     for remark in remarks:

@@ -215,6 +215,7 @@ def direction(metric: str, groups: Sequence[Group]) -> str | None:
         (mode,) = modes if len(modes) == 1 else (None,)
         return mode if mode in ("min", "max") else None
     words = set(re.split(r"[_/.\W]+", metric.lower()))
+    # A spread has no better direction, and a name with words of both kinds, or of neither, does not tell.
     if "std" in words or bool(words & LOWER) == bool(words & HIGHER):
         return None
     return "min" if words & LOWER else "max"

@@ -116,6 +116,7 @@ def convert_onnx(file: Path, folder: Path) -> None:
     missing = sorted(model.state_dict().keys() - state.keys() - {"embeddings.mask_token"})
     if missing:
         raise ValueError(f"{file} lacks {missing[0]} and {len(missing) - 1} more weights of a DINOv2")
+    # Only pretraining masks patches, so the exported graph does not use this weight.
     state["embeddings.mask_token"] = state.get("embeddings.mask_token", torch.zeros(1, width))
     try:
         model.load_state_dict({name: state[name] for name in model.state_dict()})
@@ -158,5 +159,6 @@ def _onnx_weights(file: Path) -> dict[str, torch.Tensor]:
         matrix = next((name for name in node.input if name.startswith("onnx::MatMul") and name in weights), None)
         if node.op_type == "MatMul" and matrix is not None:
             name = node.name.strip("/").replace("/", ".").removesuffix(".MatMul")
+            # MatMul computes x @ matrix; nn.Linear stores the transpose.
             weights[f"{name}.weight"] = weights.pop(matrix).T.contiguous()
     return weights

@@ -232,6 +232,7 @@ def seconds_by_length(
             break
         times: dict[str, list[float]] = {name: [] for name in networks}
         for _ in range(REPEATS + 1):
+            # Models take turns, so that other work on the machine affects all of them alike.
             for name, network in networks.items():
                 begin = time.perf_counter()
                 try:
@@ -255,6 +256,7 @@ def _forward(source: PretrainedSource, network: Any, length: int) -> None:
         library.encode_images(network, torch.zeros(1, library.channels(network), length, length))
         return
     tokens = torch.arange(length)[None] % min(1000, network.config.vocab_size)
+    # Without the output head, whose cost is the same for all models.
     call: Callable[..., Any] = network.base_model if source.domain == "language" else network
     call(tokens, **({"use_cache": False} if source.domain == "language" else {}))
 

@@ -143,6 +143,7 @@ class Pipeline:
         if self.steps is None:
             _say("timing a few training steps")
             original = self.source.path
+            # The number of steps is arbitrary here: it does not change the time of a step.
             first = stages.matching(self.source, self.settings, self._data, 1000)
             second = stages.tuning(self.source, self.settings, self._data, 1000, original, None)
             seconds = [measure.step_seconds(first), measure.step_seconds(second)]
@@ -181,6 +182,7 @@ class Pipeline:
         record = json.loads((folder / "run.json").read_text())
         result = {"curves": record["metrics"], "seconds": record["seconds"], "steps": record["steps"]}
         last = {metric: dict(points) for metric, points in record["metrics"].items() if points}
+        # Of the second run, the best checkpoint is exported, so its metrics count; of the first run, the last ones.
         step = (
             max(max(points) for points in last.values()) if name == "matching" else (record["best"] or {}).get("step")
         )
