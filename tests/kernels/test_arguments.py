@@ -186,6 +186,13 @@ def test_exponential_mixing_refuses(amplitude: torch.Tensor, decay: torch.Tensor
         ExponentialMixing(amplitude, decay, grid)
 
 
+def test_exponential_mixing_over_a_single_row_or_column_of_blocks_is_that_over_a_sequence() -> None:
+    amplitude, decay = torch.tensor([0.7, 0.2]), torch.tensor([0.3, 1.0])
+    want = ExponentialMixing(amplitude, decay).dense(5)
+    for grid, decays in (((5, 1), [decay, torch.ones(2)]), ((1, 5), [torch.ones(2), decay])):
+        torch.testing.assert_close(ExponentialMixing(amplitude, torch.stack(decays, -1), grid).dense(), want)
+
+
 def test_fit_of_equal_coefficients_explains_them() -> None:
     fitted, explained = ExponentialMixing.fit(torch.full((8, 8), 1 / 8), steps=200)
     assert explained > 0.99

@@ -23,6 +23,7 @@ from mhla_kernels.windowed_pairs import Forms, cheapest_forms
 from torch import Tensor
 
 SIZE = 4
+SHIPPED = {name: getattr(near_far, name) for name in ("FEWEST_QUERIES", "FEWEST_TRAINED")}
 WIDTH = {"value": 5}
 """Width of a value in this test; with 6, as wide as a key, flash attention of torch computes the near part."""
 
@@ -186,8 +187,8 @@ def test_features_that_are_not_contiguous(sinks: int, causal: bool) -> None:
 
 
 def test_scores_are_stored_only_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_far, "FEWEST_QUERIES", 8)
-    monkeypatch.setattr(near_far, "FEWEST_TRAINED", 16)
+    for name, number in SHIPPED.items():
+        monkeypatch.setattr(near_far, name, number)
     computed: list[bool] = []
     for name, with_flash in (("combine_scores", False), ("_with_flash", True)):
         function = getattr(near_far, name)
@@ -195,11 +196,11 @@ def test_scores_are_stored_only_where_it_is_faster(monkeypatch: pytest.MonkeyPat
             near_far, name, lambda *args, f=function, flash=with_flash: (computed.append(flash), f(*args))[1]
         )
     suits = WIDTH["value"] == 6
-    for size, learned, flash in ((8, False, suits), (8, True, False), (16, True, suits), (4, False, False)):
-        inputs = [x.float() for x in tensors(32)]
+    for size, learned, flash in ((8, False, suits), (7, False, False), (64, True, suits), (63, True, False)):
+        inputs = [x.float() for x in tensors(128)]
         computed.clear()
-        mhla_window_attention(*[x.requires_grad_(learned) for x in inputs[:5]], torch.ones(8, 8), block_size=size)
-        assert computed == [flash]
+        mhla_window_attention(*[x.requires_grad_(learned) for x in inputs[:5]], torch.ones(19, 19), block_size=size)
+        assert computed == [flash], size
 
 
 @pytest.mark.parametrize("kind", mixings())
@@ -392,6 +393,17 @@ def test_a_step_changes_the_old_state_only_if_it_may() -> None:
         1
     ].select([1, 0, 1])
     assert all(torch.equal(other[1].tensors[name], x) for name, x in chosen.tensors.items())
+
+
+def test_steps_fill_the_last_block_that_mixing_covers() -> None:
+    inputs, mixing = tensors(25), mixings()["dense"][:6, :6]
+    covered = [x[:, :24] for x in inputs]
+    want = mhla_window_attention(*covered[:5], mixing, block_size=SIZE, far=covered[5])
+    _, state = mhla_window_prefill(*(x[:, :23] for x in inputs[:5]), mixing, block_size=SIZE, far=inputs[5][:, :23])
+    out, state = mhla_window_step(*(x[:, 23] for x in inputs[:5]), mixing, state, block_size=SIZE, far=inputs[5][:, 23])
+    torch.testing.assert_close(out, want[:, 23])
+    with pytest.raises(ValueError, match="25 tokens with block_size=4 make 7 blocks, but mixing is for 6 at most"):
+        mhla_window_step(*(x[:, 24] for x in inputs[:5]), mixing, state, block_size=SIZE)
 
 
 def test_the_state_does_not_grow() -> None:
