@@ -79,4 +79,4 @@ def test_options_of_adapters_that_would_train_nothing_are_named(options: Any, me
     ids=lambda options: type(options).__name__,
 )
 def test_the_second_stage_weighs_the_loss_and_the_distance(options: DistillationOptions) -> None:
-    assert options.weighted(torch.tensor(10.0), torch.tensor(1.0)).item() == 32
+    assert options.weighted(torch.tensor(10.0), torch.tensor(4.0)).item() == 38

@@ -31,6 +31,7 @@ from lightning_mhla.callbacks.originals import original_scores
 from lightning_mhla.callbacks.page import LONGEST, duration, fenced, write_page
 from lightning_mhla.callbacks.points import draw_curves, separate_stages
 from lightning_mhla.callbacks.recovery import RunStopped
+from lightning_mhla.callbacks.stored_pictures import read_picture
 
 
 class Reader(HTMLParser):
@@ -108,6 +109,20 @@ def test_the_page_shows_all_of_a_run_in_one_file(tmp_path: Path, monkeypatch: py
                   "1,000,000 parameters, 10 of them trained", "best 0.25 at step 600; lower is better"):  # fmt: skip
         assert words in text, words
     assert "step 100" not in text, "only the newest picture of a series"
+
+
+@pytest.mark.timeout(60)
+def test_an_animation_that_was_cut_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    frames, path = [Image.new("P", (4, 4), color) for color in (1, 2)], tmp_path / "clips.gif"
+    frames[0].save(path, save_all=True, append_images=frames[1:], comment="Look at this.", loop=0)
+    content = path.read_bytes()
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        picture = read_picture(path)
+        assert (picture is None) == (length < 4)
+        assert picture is None or "Look at this.".startswith(picture.description)
+    assert picture is not None
+    assert (picture.description, picture.width) == ("Look at this.", 4)
 
 
 def test_what_comes_first_is_above_what_comes_later(tmp_path: Path) -> None:
@@ -340,7 +355,7 @@ def test_curves_and_report_share_one_record(tmp_path: Path, order: int) -> None:
     curves, report = LearningCurves(), RunReport()
     callbacks = [curves, report][::order]
     trainer = Trainer(
-        accelerator="cpu", max_epochs=2, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=0, log_every_n_steps=1,
+        accelerator="cpu", max_epochs=2, limit_train_batches=2, limit_val_batches=1, num_sanity_val_steps=1, log_every_n_steps=1,
         logger=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path, callbacks=callbacks,
     )  # fmt: skip
     trainer.fit(Measured())
@@ -352,6 +367,9 @@ def test_curves_and_report_share_one_record(tmp_path: Path, order: int) -> None:
     alone = RunReport()
     alone.load_state_dict(saved["RunReport"])
     assert alone.points == {"val/epoch": [(2, 0.0), (4, 1.0)]}
+    curves.points.clear()
+    trainer.validate(Measured(), verbose=False)
+    assert not curves.points, "a validation after the fit is not a point of its curves"
 
 
 def test_a_run_that_has_nothing_yet_has_a_page(tmp_path: Path) -> None:
