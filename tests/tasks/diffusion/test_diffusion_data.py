@@ -263,14 +263,15 @@ def test_models_train_validate_and_draw_with_a_vae(place: Path, tmp_path: Path, 
         training=TrainingOptions(OptimizerConfig(schedule="constant")),
     )
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    trainer = Trainer(accelerator="cpu", max_steps=3, default_root_dir=tmp_path, enable_model_summary=False, **quiet)
+    folder = tmp_path / "runs/new"
+    trainer = Trainer(accelerator="cpu", max_steps=3, default_root_dir=folder, enable_model_summary=False, **quiet)
     trainer.fit(model, module)
     assert trainer.global_step == 3
     first, second = (trainer.validate(model, module, verbose=False)[0] for _ in range(2))
     assert first == second
     assert first["val/samples"] == 10
     trainer.predict(model, module, return_predictions=False)
-    assert len(list(tmp_path.glob("samples/*.png"))) == (16 if kind == "latents" else 3)
+    assert len(list(folder.glob("samples/*.png"))) == (16 if kind == "latents" else 3)
 
 
 def test_images_of_twice_the_size_are_halved_by_boxes() -> None:
