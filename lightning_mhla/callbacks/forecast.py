@@ -38,14 +38,13 @@ class Forecast(Callback):
                 f"warm_up_steps={warm_up_steps} must be at least 0, and measured_steps={measured_steps} at least 1"
             )
         self.warm_up_steps, self.measured_steps = warm_up_steps, measured_steps
-        self._paused = 0.0  # on_train_start is not called before a validation without training
+        self._paused = 0.0  # never reset: the speed depends only on differences
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Print the number of parameters, the estimated memory per device and the number of steps."""
         self._first = trainer.global_step
         self._clock: float | None = None
         self._said = False
-        self._paused = 0.0
         if trainer.is_global_zero:
             averages = any(isinstance(callback, ExponentialMovingAverage) for callback in trainer.callbacks)  # type: ignore[attr-defined]
             lines = [needs(pl_module, averages, trainer.world_size), _steps(trainer)]
