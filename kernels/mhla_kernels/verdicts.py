@@ -94,6 +94,7 @@ def environment(device: str) -> dict[str, str]:
         device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
     """
     details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
+    # Some builds of torch install Triton under the second name.
     for package in ("triton", "pytorch-triton"):
         with suppress(PackageNotFoundError):
             details["triton"] = version(package)
@@ -102,10 +103,22 @@ def environment(device: str) -> dict[str, str]:
         properties = torch.cuda.get_device_properties(device)
         details["device"] = f"{properties.name} {properties.major}.{properties.minor}"
         with suppress(OSError):
-            details["driver"] = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split("  ")[1].strip()
+            details["driver"] = driver_version(Path("/proc/driver/nvidia/version").read_text())
+    # A change of any kernel or of its launcher makes earlier verdicts invalid.
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     details["kernels"] = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     return details
+
+
+def driver_version(text: str) -> str:
+    """Return the version of NVIDIA's kernel driver, such as ``"570.86.15"``.
+
+    Args:
+        text: content of ``/proc/driver/nvidia/version``. If its first line contains no version, this line is returned.
+    """
+    line = text.partition("\n")[0]
+    number = re.search(r"\d+(\.\d+)+", line)
+    return number[0] if number else line
 
 
 def name_of(device: str) -> str:
@@ -174,6 +187,7 @@ def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     Returns:
         The new result.
     """
+    # Otherwise `guarded` would keep on using PyTorch whatever the new result is.
     _withdrawn.pop(kind, None)
     _verdicts[device, kind] = _tried(kind, device, trial)
     return _verdicts[device, kind]
@@ -237,6 +251,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)
+        # Processes with different kernels would compute different numbers in the same step.
         dist.all_gather_object(withdrawn_by_rank, _withdrawn, group)
         for rank, reasons in enumerate(withdrawn_by_rank):
             for kind, reason in reasons.items():
@@ -268,6 +283,7 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
 
     def with_stream() -> Any:
         on_stream = torch.cuda.stream(stream) if stream is not None else nullcontext()
+        # Work that `run` launches must stay in the order of the caller's stream.
         with on_stream, torch.autograd.set_multithreading_enabled(False):
             return run()
 
@@ -328,6 +344,7 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
     with ExitStack() as resources:
         with suppress(OSError):  # without a writable cache, the trial runs and only its verdict is not stored
             own_folder(folder, cache_folder())
+            # The lock, unlike the file, goes away with the process: an unlocked mark belongs to a trial that crashed.
             fcntl.flock(resources.enter_context(mark.open("x")), fcntl.LOCK_EX)
         try:
             verdict = in_own_thread(trial, torch.device(device))
@@ -337,10 +354,12 @@ def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
                 with suppress(OSError):
                     mark.unlink()
                 raise
+            # The compiler rejects a kernel every time; other errors, such as those of the driver, may not come back.
             lasting = type(error).__module__.startswith("triton")
             verdict = Verdict(False, short(error), time.perf_counter() - start)
         if lasting and mark.exists():  # the mark is missing where the folder cannot be written to
             _keep(verdict, mark.with_suffix(".part"), folder / f"{kind}.json", device)
+        # This process has survived the trial, so earlier crashes prove nothing any more.
         for ended in (mark, *_ended_trials(kind, folder)):
             with suppress(OSError):
                 ended.unlink()

@@ -314,6 +314,20 @@ def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts.cache_folder().name == f"mhla-{os.getuid()}"
 
 
+@pytest.mark.parametrize(
+    ("line", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (a@b-1.2)", "570.86.15"),
+        ("NVRM version: 580.65", "580.65"),
+        ("a different text", "a different text"),
+        ("", ""),
+    ],
+)
+def test_the_version_of_the_driver_is_read(line: str, version: str) -> None:
+    assert verdicts.driver_version(f"{line}\nGCC version:  gcc version 12.3.0 (Ubuntu)\n") == version
+
+
 def test_trials_leave_no_trace(tmp_path: Path) -> None:
     """Under no_grad, inference mode, autocast, fake tensors and tracing; the random state stays."""
     state = torch.get_rng_state()

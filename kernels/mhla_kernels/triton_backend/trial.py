@@ -126,6 +126,7 @@ def make_problem(kind: Kind, device: torch.device, blocks: int = 3) -> Arguments
     layout = trial_layout(blocks, size, kind.layout, device)
     tokens = layout.tokens
     dtype = getattr(torch, kind.dtype)
+    # With the feature map, about half of the features are negative, so that the rectifier matters.
     q, k = ((rand(1, tokens, 2, kind.key_width) - (0.5 if kind.relu else 0.0)).to(dtype) for _ in range(2))
     v = (rand(1, tokens, 2, kind.value_width) - 0.5).to(dtype)
     shapes: list[tuple[int, ...]] = [(2, kind.terms)] * 2 if kind.terms else [(2, blocks, blocks)]
@@ -261,7 +262,7 @@ def _differentiate(
     dtype = tokens[0].dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
     leaves = [x.to(dtype).requires_grad_() for x in tokens]
     coefficient_dtype = torch.float32 if fused else torch.float64
-    leaves += [x.detach().to(coefficient_dtype, copy=True).requires_grad_() for x in coefficients]
+    leaves += [x.detach().to(coefficient_dtype).requires_grad_() for x in coefficients]
     out = run(*leaves, fused=fused)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
