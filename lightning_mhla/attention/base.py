@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention.config import KINDS, AttentionConfig, Causal, report_unused
-from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.inputs import AttentionInputs, check_mask, check_tokens
 from lightning_mhla.attention.kind import AttentionKind
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
@@ -146,8 +146,18 @@ class Attention(AttentionKind):
         return None if self.causal else self.layout.num_tokens
 
     def extend(self, tokens: int) -> None:
-        """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same."""
-        assert self.causal
+        """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same.
+
+        Args:
+            tokens: number of tokens in the longest sequence. A number below the present limit has no effect.
+
+        Raises:
+            ValueError: if the layer is not causal.
+        """
+        if not self.causal:
+            raise ValueError("only causal attention is extended; call fit with the layout of more tokens")
+        if tokens <= self.layout.num_tokens:
+            return
         # causal layers have blocks of equal sizes, however many the layout was built with
         in_blocks = self.uses_blocks or self.causal == "block"
         size = self.layout.block_size or (self.layout.block_sizes[0] if in_blocks else tokens)
@@ -227,12 +237,19 @@ class Attention(AttentionKind):
             Outputs ``[B, N, dim]``, and the state after these tokens.
 
         Raises:
-            ValueError: if the kind of attention does not support generation token by token, the layer is not causal, or a
-                block-causal layer gets a part of a block.
+            ValueError: if the kind of attention does not support generation token by token, the layer is not causal, a
+                block-causal layer gets a part of a block, or ``x``, ``counts`` and ``state`` do not fit each other.
         """
         self.require("state")
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
+        check_tokens("x", x)
+        if len(counts) != len(x) or not all(0 <= count <= x.shape[1] for count in counts):
+            raise ValueError(
+                f"counts={list(counts)} must be {len(x)} numbers from 0 to {x.shape[1]}, one for each row of x {list(x.shape)}"
+            )
+        if state is not None and len(state.lengths) != len(x):
+            raise ValueError(f"the state has {len(state.lengths)} rows, but x has {len(x)}; select rows of the state")
         if self.causal == "block":
             check_complete_blocks(counts, int(self.layout.operator_blocks["block_size"]))
         projections = self._own_projections() if projections is None else projections
@@ -311,8 +328,8 @@ class Attention(AttentionKind):
             ValueError: if the number of tokens does not fit the layout or exceeds the maximum sequence length, or if ``x`` does
                 not have three axes, or arguments exclude each other.
         """
-        if x.dim() != 3:
-            raise ValueError(f"x is {list(x.shape)}; it must be [batch, tokens, width]")
+        check_tokens("x", x)
+        check_mask("key_mask", key_mask, x)
         if share is not None and (self.causal is not True or key_mask is not None or cu_seqlens is not None):
             raise ValueError(
                 "a sequence spread over processes is causal (not block-causal), without padding and not packed"

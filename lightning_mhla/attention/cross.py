@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_mhla.attention.config import AttentionConfig, report_unused
-from lightning_mhla.attention.cross_inputs import ContextSummaries, CrossInputs, CrossProjections, check_mask, place
+from lightning_mhla.attention.cross_inputs import ContextSummaries, CrossInputs, CrossProjections, place
+from lightning_mhla.attention.inputs import check_mask, check_tokens
 from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.order import BlockOrder
@@ -154,9 +155,11 @@ class CrossAttention(nn.Module):
 
         Raises:
             ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative or not supported by
-                the layout, if masks do not fit the tokens, or if summaries were computed by a different layer, differ from the
-                queries in rows, heads or widths, or are given together with ``context_mask`` or ``context_layout``.
+                the layout, if masks do not fit the tokens, or if tokens and context differ in rows. Also if summaries were
+                computed by a different layer, differ from the queries in rows, heads or widths, or are given together with
+                ``context_mask`` or ``context_layout``.
         """
+        check_tokens("x", x)
         check_mask("mask", mask, x)
         queries = place("query", self.query_order, layout, x, start)
         projections = self._own_projections() if projections is None else projections
@@ -176,6 +179,8 @@ class CrossAttention(nn.Module):
             out = self.attend_summaries(inputs, context)
         else:
             k, v, readable, keys = self._read(context, context_mask, projections, context_layout)
+            if len(context) != len(x):
+                raise ValueError(f"a context of {len(context)} rows does not fit tokens of {len(x)} rows")
             q = projections.queries(hide_rows(tokens, visible))
             out = self.attend(CrossInputs(q, k, v, visible, readable, queries, keys, first))
         out = (out if self.norm is None else self.norm(out)).flatten(2)
@@ -228,6 +233,7 @@ class CrossAttention(nn.Module):
             Keys ``[B, Nk, Hkv, Dk]``, values ``[B, Nk, Hkv, Dv]``, mask ``[B, Nk]`` or None, and the permutation of the context
             tokens into block order.
         """
+        check_tokens("context", context)
         check_mask("context_mask", mask, context)
         placement = place("context", self.context_order, layout, context)
         tokens, visible = placement.enter(context, mask)

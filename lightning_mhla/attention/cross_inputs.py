@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import ref
 
-import torch
 from mhla_kernels.cross.summaries import KeySummaries
 from torch import Tensor, nn
 
@@ -107,14 +106,6 @@ class ContextSummaries:
                 f"summaries of {rows} rows, {heads} heads and keys of width {self.key_width} do not fit queries "
                 f"{list(q.shape)}, [B, Nq, H, Dk]; select rows of the summaries, or compute those of the context of these rows"
             )
-
-
-def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
-        raise ValueError(
-            f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
-        )
 
 
 def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, start: int = 0) -> Placement:

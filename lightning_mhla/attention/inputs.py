@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from lightning_mhla.attention.layout import Placement
@@ -22,6 +23,20 @@ UNHANDLED = {
 
 OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
 """Names of the optional inputs. A kind of attention lists the ones that it supports in its attribute ``handles``."""
+
+
+def check_tokens(name: str, x: Tensor) -> None:
+    """Raise ValueError unless tokens are ``[B, N, width]``. The message contains ``name``, the name of the argument."""
+    if x.dim() != 3:
+        raise ValueError(f"{name} is {list(x.shape)}; it must be [batch, tokens, width]")
+
+
+def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
+    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+        raise ValueError(
+            f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
+        )
 
 
 @dataclass(frozen=True)

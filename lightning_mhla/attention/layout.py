@@ -204,6 +204,8 @@ class BlockLayout:
 
         It is ``block_size`` if all blocks have the same size, except for a shorter last one. Otherwise it is ``block_offsets``.
         """
+        if self.block_size is not None and not self.prefix_tokens:
+            return {"block_size": self.block_size}  # also if there are fewer tokens, since later calls may have more
         sizes = self.block_sizes
         if set(sizes[:-1]) <= {sizes[0]} and sizes[-1] <= sizes[0]:
             return {"block_size": sizes[0]}

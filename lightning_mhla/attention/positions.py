@@ -295,10 +295,12 @@ def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool
             them also provides the angles.
 
     Raises:
-        ValueError: if a layer with its own projections has prefix tokens or a grid with three axes.
+        ValueError: if a layer with its own projections has keys of odd width, prefix tokens, or a grid with three axes.
     """
     if not projections:
         return SequenceRotary(width, base)
+    if width % 2:
+        raise ValueError(f"rotary positions need an even head width, not {width}; set key_width, or rotary: false")
     if len(layout.grid) > 2 or layout.prefix_tokens:
         raise ValueError(f"rotary positions are those of a 1-D or 2-D grid without prefix tokens, not of {layout}")
     return SequenceRotary(width, base) if len(layout.grid) == 1 else GridRotary(width, base)

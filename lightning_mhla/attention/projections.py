@@ -57,9 +57,12 @@ def check_heads(
         value_width: width of a value; None for ``dim // heads``.
 
     Raises:
-        ValueError: if a number of heads is not positive, ``key_value_heads`` does not divide ``heads``, or a width is None and
-            ``heads`` does not divide ``dim``.
+        ValueError: if a number of heads or a width is not positive, ``key_value_heads`` does not divide ``heads``, or a width
+            is None and ``heads`` does not divide ``dim``.
     """
+    for name, width in (("key_width", key_width), ("value_width", value_width)):
+        if width is not None and width < 1:
+            raise ValueError(f"{name}={width} must be positive, or None for dim // heads")
     if heads < 1 or key_value_heads < 1:
         raise ValueError(f"heads={heads} and key_value_heads={key_value_heads} must be positive")
     if heads % key_value_heads:

@@ -61,7 +61,7 @@ class KeyValueState:
         """
         after = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
         room = self.keys.shape[1]
-        if max(after) > room:
+        if max(after, default=0) > room:
             # Doubled, so that copying takes constant time per token on average. The first buffer is as long as the prompt.
             more = max(max(after), 2 * room if room else 0) - room
             grown = KeyValueState(self.lengths, *(F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values)))
@@ -101,11 +101,15 @@ class SoftmaxAttention(Attention, kind="softmax"):
         v, key_mask, cu_seqlens = inputs.v, inputs.key_mask, inputs.cu_seqlens
         if inputs.share is not None:
             return self._attend_shared(q, k, v, inputs.share)
+        parts = [slice(None)]
         if cu_seqlens is not None:
             bounds = check_bounds(cu_seqlens, q)
-            parts = [slice(start, end) for start, end in pairwise(bounds) if end > start]
-            return torch.cat([self._attend_row(q[:, part], k[:, part], v[:, part], None) for part in parts], 1)
-        return hide_rows(self._attend_row(q, k, v, key_mask), key_mask)
+            parts = [slice(start, end) for start, end in pairwise(bounds) if end > start] or parts
+        outs = [
+            self._attend_row(q[:, part], k[:, part], v[:, part], None if key_mask is None else key_mask[:, part])
+            for part in parts
+        ]
+        return hide_rows(outs[0] if len(outs) == 1 else torch.cat(outs, 1), key_mask)
 
     def _attend_row(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Tensor:
         mask = self._visible(q, key_mask)
@@ -135,9 +139,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
                 (0,) * batch, k.new_empty(batch, 0, *k.shape[2:]), v.new_empty(batch, 0, *v.shape[2:])
             )
         previous_lengths, state = state.lengths, state.append(k, v, counts)
-        longest = max(state.lengths)
+        longest = max(state.lengths, default=0)
         keys, values = state.keys[:, :longest], state.values[:, :longest]
-        even = len(set(state.lengths)) == 1
+        even = len(set(state.lengths)) < 2
         # `is_causal` aligns query 0 with key 0, which is right only without previous tokens. A single new token sees all keys.
         if even and (tokens == 1 or (self.causal is True and not any(previous_lengths))):
             return self._scaled(q, keys, values, is_causal=tokens > 1), state

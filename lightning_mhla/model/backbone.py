@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import AttentionConfig, layout_for
 from lightning_mhla.attention.config import Causal
+from lightning_mhla.attention.inputs import check_mask
 from lightning_mhla.attention.layout import LayoutTables
 from lightning_mhla.attention.positions import Rotary, SequenceRotary, next_positions, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
@@ -153,6 +154,7 @@ class Backbone(LayoutTables):
         Returns:
             Output tokens ``[B, N, dim]`` in raster order.
         """
+        check_mask("key_mask", key_mask, x)
         if self.order is not None:
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_mhla.attention import AttentionConfig, build_attention
 from lightning_mhla.attention.config import Causal
+from lightning_mhla.attention.inputs import check_mask
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.attention.sequence import SequenceShare
@@ -156,16 +157,24 @@ class Block(nn.Module):
 
         Returns:
             Output tokens, ``[B, N, dim]``, in the order of ``x``.
+
+        Raises:
+            ValueError: if ``condition`` or ``context`` is missing, or if the block was built without the option for it.
         """
+        for name, value, part in (("condition", condition, self.modulation), ("context", context, self.cross)):
+            if (value is None) != (part is None):
+                problem = "is missing" if value is None else "has no effect without this option"
+                raise ValueError(f"{name} is for blocks that are built with {name}_dim, and {problem}")
+        if context is not None:
+            check_mask("context_mask", context_mask, context)
         if branch_factors is None:
             branch_factors = self.draw_kept(x)
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
-        if self.modulation is None:
+        if self.modulation is None or condition is None:
             x = x + _keep(branch_factors, 0, self.attn(self.norm1(x), key_mask, **options))
             x = self._look_at(x, context, context_mask, branch_factors)
             # The MLP's factor is the last of two, or of three with cross-attention.
             return x + _keep(branch_factors, -1, self.mlp(self.norm2(x)))
-        assert condition is not None, "a block with condition_dim needs a condition"
         shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition)[:, None].chunk(6, dim=-1)
         x = x + _keep(branch_factors, 0, gate1 * self.attn(self.norm1(x) * (1 + scale1) + shift1, key_mask, **options))
         x = self._look_at(x, context, context_mask, branch_factors)
@@ -196,9 +205,12 @@ class Block(nn.Module):
 
         Returns:
             Output tokens, ``[B, N, dim]``, and the state of the attention after these tokens.
+
+        Raises:
+            ValueError: if the block has conditioning or cross-attention.
         """
-        assert self.modulation is None
-        assert self.cross is None
+        if self.modulation is not None or self.cross is not None:
+            raise ValueError("generation token by token is for blocks without condition_dim and context_dim")
         out, state = self.attn.next_tokens(self.norm1(x), state, counts, rotary)
         x = x + out
         return x + self.mlp(self.norm2(x)), state
@@ -206,9 +218,8 @@ class Block(nn.Module):
     def _look_at(
         self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, branch_factors: tuple[Tensor, ...] | None
     ) -> Tensor:
-        if self.cross is None or self.norm_context is None:
+        if self.cross is None or self.norm_context is None or context is None:
             return x
-        assert context is not None, "a block with context_dim needs a context"
         hidden = None if context_mask is None else ~context_mask  # torch's mask is True for tokens to ignore
         out, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
         return x + _keep(branch_factors, 1, out)

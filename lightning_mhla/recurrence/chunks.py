@@ -200,10 +200,10 @@ def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
 
 
 class _Scan(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(
-        ctx: Any, decay: Tensor, update: Tensor, initial: Tensor, bounds: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(decay: Tensor, update: Tensor, initial: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         # written by hand, since autograd would record every step of the loop and save the state of each
         states, final = torch.empty_like(update), []
         for sequence, (first, last) in enumerate(pairwise(bounds)):
@@ -212,9 +212,12 @@ class _Scan(torch.autograd.Function):
                 states[:, :, chunk] = state
                 state = torch.addcmul(update[:, :, chunk], decay[:, :, chunk], state)
             final.append(state)
-        ctx.save_for_backward(decay, states)
-        ctx.bounds = bounds
         return states, torch.cat(final)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.bounds = inputs[3]
 
     @staticmethod
     @once_differentiable

@@ -58,8 +58,10 @@ def suffix_sums(x: Tensor) -> Tensor:
 
 
 class _DecayWeights(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, log_decay: Tensor) -> Tensor:
+    def forward(log_decay: Tensor) -> Tensor:
         size = log_decay.shape[-1]
         (decay,) = _padded(log_decay[..., None])
         # A token does not decay with respect to itself.
@@ -67,9 +69,11 @@ class _DecayWeights(torch.autograd.Function):
         for half, from_start, to_end in _halves(decay):
             # [..., sections, half, half], with tokens of the second halves as rows; `_below` has the sections last.
             _below(weights, half).copy_((from_start * to_end.transpose(-1, -2)).movedim(-3, -1))
-        weights = weights[..., :size, :size].contiguous()
-        ctx.save_for_backward(weights)
-        return weights
+        return weights[..., :size, :size].contiguous()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(output)
 
     @staticmethod
     @once_differentiable
@@ -91,9 +95,10 @@ class _DecayWeights(torch.autograd.Function):
 
 
 class _DecayedProducts(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k, log_decay)
+    def forward(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
         size = q.shape[-2]
         q, k, decay = _padded(q, k, log_decay)
         products = torch.diag_embed((q * k).sum(-1))
@@ -101,6 +106,10 @@ class _DecayedProducts(torch.autograd.Function):
             queries, keys = _part(q, half, 1) * from_start, _part(k, half, 0) * to_end
             _below(products, half).copy_((queries @ keys.transpose(-1, -2)).movedim(-3, -1))
         return products[..., :size, :size]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     @once_differentiable

@@ -117,13 +117,16 @@ class LayerGroup(ABC, Generic[New, Config]):
         holders = ((index, self.holder(layer)) for index, layer in enumerate(self.candidates(model)))
         return {index: holder.swapped for index, holder in holders if hasattr(holder, "swapped")}
 
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+    def use_original(self, model: Any, layer: Any, original: bool) -> bool:
         """Switch a layer with replaced attention to its original attention, or back to the new attention.
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
             layer: attention module of the layer.
             original: True to compute the original attention from now on; False to compute the new attention.
+
+        Returns:
+            Whether the layer has computed its original attention up to now.
 
         Raises:
             NotImplementedError: if models of this library do not keep the original attention.

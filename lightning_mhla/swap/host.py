@@ -125,21 +125,26 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
     def original(self, model: Any, layers: Collection[int] | None = None) -> Iterator[None]:
         """Context manager in which replaced layers compute their original attention, using their current projections.
 
+        On exit, each layer computes what it computed on entry, so that contexts may be nested.
+
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
             layers: numbers of the layers to switch; None for all replaced layers.
 
         Raises:
+            ValueError: if a layer in ``layers`` was not replaced.
             NotImplementedError: if models of this library do not keep the original attention.
         """
-        switched = [entry for entry in self.replaced(model) if layers is None or entry.number in layers]
-        for entry in switched:
-            entry.group.use_original(model, entry.module, True)
+        replaced_layers = self.replaced(model)
+        if layers is not None and (wrong := sorted(set(layers) - {entry.number for entry in replaced_layers})):
+            raise ValueError(f"layers {wrong} have no replaced attention, so they cannot compute their original one")
+        switched = [entry for entry in replaced_layers if layers is None or entry.number in layers]
+        previous = [entry.group.use_original(model, entry.module, True) for entry in switched]
         try:
             yield
         finally:
-            for entry in switched:
-                entry.group.use_original(model, entry.module, False)
+            for entry, was_original in zip(switched, previous, strict=True):
+                entry.group.use_original(model, entry.module, was_original)
 
     @abstractmethod
     def record(self, model: Any) -> Mapping[str, Any] | None:

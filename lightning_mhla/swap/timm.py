@@ -106,8 +106,10 @@ class TimmHost(HostLibrary):
         return built
 
     @override
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+    def use_original(self, model: Any, layer: Any, original: bool) -> bool:
+        previous: bool = layer.as_before
         layer.as_before = original
+        return previous
 
 
 def vision_transformer(model: Any) -> Any:

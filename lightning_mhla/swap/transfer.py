@@ -29,8 +29,9 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
         layers: numbers of the layers to switch; None for all replaced layers.
 
     Raises:
-        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. The exception is
-            raised when the context is entered.
+        ValueError: if a layer in ``layers`` was not replaced.
+        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. Both exceptions
+            are raised when the context is entered.
     """
     return host_of(model).original(model, layers)
 

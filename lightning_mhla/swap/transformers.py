@@ -163,10 +163,12 @@ class TransformersHost(HostLibrary):
         return [] if getattr(model.config, "is_encoder_decoder", False) else self.layers(model)
 
     @override
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+    def use_original(self, model: Any, layer: Any, original: bool) -> bool:
         from lightning_mhla.swap.transformers_attention import NAME
 
+        previous: bool = layer.config._attn_implementation != NAME
         layer.config._attn_implementation = model.config._attn_implementation if original else NAME
+        return previous
 
     @override
     def real_tokens(self, options: Mapping[str, Any], x: Tensor) -> Tensor | None:

@@ -118,10 +118,12 @@ class TransformersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
         return built
 
     @override
-    def use_original(self, model: Any, layer: Any, original: bool) -> None:
+    def use_original(self, model: Any, layer: Any, original: bool) -> bool:
         from lightning_mhla.swap.transformers_cross_attention import CROSS_NAME
 
+        previous: bool = layer.config._attn_implementation != CROSS_NAME
         layer.config._attn_implementation = model.config._attn_implementation if original else CROSS_NAME
+        return previous
 
 
 def cross_modules(model: Any) -> list[Any]:

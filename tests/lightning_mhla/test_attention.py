@@ -816,6 +816,7 @@ def test_a_default_layer_of_rala_ignores_no_option(caplog: pytest.LogCaptureFixt
         (lambda: AttentionConfig(block_grid=[]), "block_grid"),
         (lambda: AttentionConfig(rotary_base=0.0), "rotary_base=0.0 must be above 0"),
         (lambda: Block(16, 2, BlockLayout((8,), (2,)), AttentionConfig(), mlp="relu"), "mlp='relu' is not one of"),
+        (lambda: causal_layer("softmax", rotary=True, dim=10), "rotary positions need an even head width, not 5"),
     ],
 )
 def test_options_without_a_meaning_are_refused(make: Any, message: str) -> None:
@@ -823,7 +824,96 @@ def test_options_without_a_meaning_are_refused(make: Any, message: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("options", [{"heads": 0}, {"heads": 2, "key_value_heads": 0}, {"heads": -1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 0},
+        {"heads": 2, "key_value_heads": 0},
+        {"heads": -1},
+        {"heads": 2, "key_width": 0},
+        {"heads": 2, "value_width": -4},
+    ],
+    ids=str,
+)
 def test_no_heads_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match="must be positive"):
         MHLA(16, layout=BlockLayout((8,), (2,)), config=AttentionConfig(), **options)
+
+
+def causal_layer(kind: str, tokens: int = 12, dim: int = 16, **options: Any) -> Attention:
+    settings = AttentionConfig(kind=kind, block_size=4, **options)
+    return build_attention(settings, dim, 2, BlockLayout((tokens,), block_size=4), causal=True)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mhla", "mhla_window", "gla", "gated_conv"])
+def test_hidden_tokens_of_packed_sequences_change_nothing(kind: str) -> None:
+    layer, x = causal_layer(kind), torch.randn(1, 12, 16)
+    mask = torch.ones(1, 12, dtype=torch.bool)
+    mask[0, [1, 7]] = False
+    packed = layer(x, mask, cu_seqlens=[0, 5, 5, 12])
+    torch.testing.assert_close(packed[:, :5], layer(x[:, :5], mask[:, :5]))
+    torch.testing.assert_close(packed[:, 5:], layer(x[:, 5:], mask[:, 5:]))
+    assert layer(x[:, :0], cu_seqlens=[0, 0]).shape == (1, 0, 16)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mhla", "gla"])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(2, 12, dtype=torch.int64), torch.ones(1, 12) > 0, torch.ones(12) > 0, torch.ones(2, 11) > 0]
+)
+def test_masks_that_do_not_fit_are_refused(kind: str, mask: torch.Tensor) -> None:
+    x, message = torch.randn(2, 12, 16), r"key_mask is \[.*; it must be bool \[2, 12\], True for tokens"
+    with pytest.raises(ValueError, match=message):
+        causal_layer(kind)(x, mask)
+    with pytest.raises(ValueError, match=message):
+        Backbone(16, 1, 2, (3, 4), AttentionConfig(kind=kind, block_grid=[3, 2]))(x, key_mask=mask)
+
+
+@pytest.mark.parametrize("kind", ["softmax", "mhla", "gla", "gated_conv"])
+def test_numbers_of_new_tokens_that_do_not_fit_are_refused(kind: str) -> None:
+    layer, x = causal_layer(kind), torch.randn(2, 4, 16)
+    for counts in ((4,), (4, 5), (-1, 4)):
+        with pytest.raises(ValueError, match=r"counts=\[.*\] must be 2 numbers from 0 to 4"):
+            layer.next_tokens(x, None, counts)
+    state = layer.next_tokens(x, None, (4, 2))[1]
+    with pytest.raises(ValueError, match="the state has 2 rows, but x has 3"):
+        layer.next_tokens(torch.randn(3, 1, 16), state, (1, 1, 1))
+    assert layer.next_tokens(x[:0], None, ())[0].shape == (0, 4, 16)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"kind": "mhla"}, {"kind": "mhla", "mixing": "exponential"}, {"kind": "mhla_window", "mixing": "exponential"}],
+    ids=str,
+)
+def test_a_layer_for_less_than_a_block_has_blocks_of_the_configured_size(options: dict[str, Any]) -> None:
+    short, long = causal_layer(tokens=3, **options), causal_layer(tokens=12, **options)
+    short.extend(12)
+    assert short.max_tokens == long.max_tokens
+    long.load_state_dict(short.state_dict())
+    x = torch.randn(1, 12, 16)
+    torch.testing.assert_close(short(x), long(x))
+
+
+def test_a_layer_is_not_shortened_and_only_causal_layers_are_extended() -> None:
+    layer = causal_layer("mhla")
+    layer.extend(4)
+    assert layer(torch.randn(1, 12, 16)).shape == (1, 12, 16)
+    with pytest.raises(ValueError, match="only causal attention is extended"):
+        MHLA(16, 2, BlockLayout((12,), block_size=4)).extend(24)
+
+
+@pytest.mark.parametrize("name", ["condition", "context"])
+def test_conditions_and_contexts_are_neither_ignored_nor_left_out(name: str) -> None:
+    x, value = torch.randn(2, 12, 16), torch.randn(2, 8) if name == "condition" else torch.randn(2, 5, 8)
+    options = {f"{name}_dim": 8}
+    with pytest.raises(ValueError, match=f"{name} is for blocks that are built with {name}_dim, and has no effect"):
+        Backbone(16, 1, 2, (12,), AttentionConfig(kind="softmax"))(x, **{name: value})
+    with pytest.raises(ValueError, match=f"{name} is for blocks that are built with {name}_dim, and is missing"):
+        Backbone(16, 1, 2, (12,), AttentionConfig(kind="softmax"), **options)(x)
+
+
+def test_masks_of_a_context_are_checked() -> None:
+    model = Backbone(16, 1, 2, (12,), AttentionConfig(kind="softmax"), context_dim=8)
+    x, context = torch.randn(2, 12, 16), torch.randn(2, 5, 8)
+    with pytest.raises(ValueError, match=r"context_mask is \[2, 5\] torch.int64; it must be bool \[2, 5\]"):
+        model(x, context=context, context_mask=torch.ones(2, 5, dtype=torch.int64))

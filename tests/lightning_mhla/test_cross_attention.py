@@ -410,6 +410,9 @@ def test_the_class_of_a_kind_rejects_the_configuration_of_another() -> None:
         (lambda layer, x, c: layer(x, c, start=3), "start=3 needs a layout with block_size"),
         (lambda layer, x, c: layer(x, c, context_mask=torch.ones(2, 19).bool()), r"context_mask is \[2, 19\]"),
         (lambda layer, x, c: layer(x, c, torch.ones(2, 30)), r"mask is \[2, 30\] torch.float32; it must be bool"),
+        (lambda layer, x, c: layer(x[0], c), r"x is \[30, .*\]; it must be \[batch, tokens, width\]"),
+        (lambda layer, x, c: layer(x, c[0]), r"context is \[20, .*\]; it must be \[batch, tokens, width\]"),
+        (lambda layer, x, c: layer(x, c[:1]), "a context of 1 rows does not fit tokens of 2 rows"),
     ],
 )
 def test_calls_that_do_not_fit_are_rejected(call: Any, message: str) -> None:

@@ -53,9 +53,10 @@ def test_uneven_blocks_differ_by_one_token_along_an_axis() -> None:
     [
         (BlockLayout((16, 16), (4, 4)), {"block_size": 16}),
         (BlockLayout((10,), block_size=4), {"block_size": 4}),
+        (BlockLayout((3,), block_size=4), {"block_size": 4}),
         (BlockLayout((6,), (2,), prefix_tokens=3), {"block_size": 3}),
     ],
-    ids=["even", "short last", "prefix of a block's size"],
+    ids=["even", "short last", "one short block", "prefix of a block's size"],
 )
 def test_equal_blocks_need_no_offsets(layout: BlockLayout, blocks: dict[str, int]) -> None:
     assert layout.operator_blocks == blocks

@@ -176,6 +176,22 @@ def test_half_precision_and_empty_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_mapped_gradients_are_those_of_a_loop(name: str) -> None:
+    batches = [operands(name, 70, batch=1) for _ in range(3)]
+
+    def loss(*inputs: Tensor) -> Tensor:
+        out, state = OPERATORS[name](*inputs)
+        return out.square().sum() + state.sum()
+
+    every = tuple(range(len(batches[0])))
+    mapped = torch.func.vmap(torch.func.grad(loss, every))(*map(torch.stack, zip(*batches, strict=True)))
+    for index, inputs in enumerate(batches):
+        leaves = [x.requires_grad_() for x in inputs]
+        for got, want in zip(mapped, torch.autograd.grad(loss(*leaves), leaves), strict=True):
+            torch.testing.assert_close(got[index], want)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_wrong_inputs_are_named(name: str) -> None:
     inputs = operands(name, 10)
     run = OPERATORS[name]

@@ -192,6 +192,16 @@ def test_only_the_new_attention_learns_to_match_the_original(family: str) -> Non
     assert costs.original != costs.replaced
     assert sorted(costs.alone) == [0, 1]
 
+    def distance() -> float:
+        with original_attention(other):
+            expected = logits(other, read(other), written())
+        return float((logits(other, read(other), written()) - expected).abs().max())
+
+    distances = layer_costs(other, distance)
+    assert distances.original == 0
+    assert min(distances.alone.values()) > 0
+    assert distances.replaced not in distances.alone.values()
+
 
 def test_weights_to_train_are_chosen_in_cross_attention_too() -> None:
     model = swapped(tiny("T5"), AttentionConfig(block_size=4, mixing_trainable=False, gate=True))

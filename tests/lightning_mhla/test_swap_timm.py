@@ -104,8 +104,15 @@ def test_softmax_swapped_for_softmax_and_nothing_swapped_change_nothing(name: st
         assert torch.equal(swapped(model, layers=[])(x), expected)
         other = swapped(model)
         with original_attention(other):
-            assert torch.equal(other(x), expected)
+            with original_attention(other, [0]):
+                pass
+            assert torch.equal(other(x), expected), "leaving an inner context must not change the outer one"
         assert not torch.equal(other(x), expected)
+    with (
+        pytest.raises(ValueError, match=r"layers \[99\] have no replaced attention"),
+        original_attention(other, [0, 99]),
+    ):
+        pass
 
 
 def test_hybrids_and_other_kinds() -> None:

@@ -270,6 +270,8 @@ def test_attention_weights_are_refused_while_layers_are_replaced() -> None:
     with pytest.raises(ValueError, match="output_attentions: replaced layers have no attention weights"):
         other(x, output_attentions=True)
     with torch.no_grad(), original_attention(other):
+        with original_attention(other):
+            pass
         found = other(x, output_attentions=True).attentions
     assert len(found) == 4
 
