@@ -23,7 +23,7 @@ from lightning_mhla.system.torch_private import get_default_store
 
 log = logging.getLogger(__name__)
 
-PHASES = ("has not begun it", "computes it", "validates before it")
+PHASES = ("has not begun it", "validates before it", "computes it")
 """Phases of a process with respect to a batch, in order, worded as predicates for log messages."""
 
 
@@ -60,7 +60,7 @@ class StallWatch(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the reported progress of this process: it has received a training batch."""
-        self._move(trainer, 1)
+        self._move(trainer, 2)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the reported progress of this process: it has finished a training batch."""
@@ -69,7 +69,7 @@ class StallWatch(Callback):
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Update the reported progress of this process: it has finished a validation batch."""
         if self._thread is not None:
-            self._move(trainer, 2)
+            self._move(trainer, 1, after=1)  # Lightning counts the next batch when it begins
 
     def evaluating(self) -> None:
         """Mark this process as running a periodic evaluation, until it receives or finishes its next batch."""
@@ -188,8 +188,8 @@ def describe(rank: int, state: dict[str, Any], silence: float, world: int) -> st
         rank: rank of the process.
         state: progress of the process, a dict with these entries:
 
-            - ``at``: pair of the batch number and its phase. The phase is 0 before the batch begins, 1 while it is computed,
-              and 2 during a validation that precedes it.
+            - ``at``: pair of the batch number and its phase. The phase is 0 before the batch begins, 1 during a validation that
+              precedes it, and 2 while it is computed.
             - ``host``: name of the machine.
             - ``silent``: seconds since the progress message of the process last changed.
         silence: seconds without a new message after which the process counts as stopped or lost.

@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,14 +50,14 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
     Raises:
         OSError: on every process, if any process cannot write its part. An existing checkpoint stays unchanged.
     """
-    rank = dist.get_rank()
+
+    def make_folder() -> str:
+        folder = beside(path)
+        folder.mkdir(parents=True)
+        return folder.name
+
     # All processes write into one temporary folder, whose random name the first process chooses.
-    name = [beside(path).name]
-    dist.broadcast_object_list(name, src=0)
-    aside = path.with_name(name[0])
-    if rank == 0:
-        aside.mkdir(parents=True)
-    dist.barrier()
+    rank, aside = dist.get_rank(), path.with_name(_by_first(path, make_folder))
     failure = None
     try:
         metadata = save(tensors, storage_writer=FileSystemWriter(aside))
@@ -80,12 +80,40 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
         if rank == 0:
             remove(aside)
         raise OSError(f"checkpoint {path} could not be written: {failures[0]}")
-    if rank == 0:
+
+    def complete() -> None:
         listed = {name: facts for _, part in parts for name, facts in part.items()}
-        # Last, because a folder counts as complete once it has a manifest.
-        write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
-        exchange(aside, path)
-    dist.barrier()
+        try:
+            # Last, because a folder counts as complete once it has a manifest.
+            write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
+            exchange(aside, path)
+        except OSError:
+            remove(aside)
+            raise
+
+    _by_first(path, complete)
+
+
+def _by_first(path: Path, action: Callable[[], Any]) -> Any:
+    """Run a function in the first process only, while the others wait, and return its result in all processes.
+
+    Args:
+        path: path of the checkpoint, for the error.
+        action: function without arguments.
+
+    Raises:
+        OSError: on every process, if the function raised one.
+    """
+    outcome: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = action()
+        except OSError as error:
+            outcome[1] = f"{type(error).__name__}: {error}"
+    dist.broadcast_object_list(outcome, src=0)
+    if outcome[1] is not None:
+        raise OSError(f"checkpoint {path} could not be written: {outcome[1]}")
+    return outcome[0]
 
 
 class _Reader(FileSystemReader):

@@ -58,6 +58,8 @@ class LayerCosts:
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
     """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
+    If self-attention and cross-attention are replaced, those with the same number count as one layer.
+
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
             :func:`transfer_loss`.

@@ -63,7 +63,8 @@ class StopSignals:
         """
         self._active, self._ignored = False, ignore
         for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_IGN if ignore else handler)
+            # getsignal returns None for a handler that was not installed from Python, which cannot be restored.
+            signal.signal(number, signal.SIG_IGN if ignore else handler or signal.SIG_DFL)
         self._previous = {}
 
     def _note(self, number: int, _: Any) -> None:

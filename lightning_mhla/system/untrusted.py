@@ -186,10 +186,29 @@ def read_yaml(path: Path) -> Any:
     try:
         with path.open(encoding="utf-8-sig") as stream:
             text = stream.read(YAML_CHARACTERS + 1)
-        check_yaml(text)
-        return yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        return parse_yaml(text)
+    except (OSError, yaml.YAMLError, *BROKEN) as error:
         raise ValueError(f"{path} cannot be read ({reason(error)})") from error
+
+
+def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
+    """Parse YAML text, after a check that it is safe to parse.
+
+    Args:
+        text: YAML text.
+        loader: a subclass of ``yaml.SafeLoader`` or ``yaml.CSafeLoader``.
+
+    Raises:
+        ValueError: if the text exceeds a limit of :func:`check_yaml`, or if a value does not fit its tag, as in ``!!bool 5``.
+        yaml.YAMLError: if the text is not valid YAML.
+    """
+    check_yaml(text)
+    try:
+        return yaml.load(text, loader)
+    except yaml.YAMLError:
+        raise
+    except BROKEN as error:
+        raise ValueError(f"a value cannot be read: {reason(error)}") from error
 
 
 def read_arrays(path: Path, most: Mapping[str, int]) -> dict[str, np.ndarray]:

@@ -154,7 +154,10 @@ class Schedule:
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
     def follow(self, new_schedule: Schedule, step: int) -> list[str]:
-        """Adopt the options of a different schedule after ``step`` steps, without a jump in the learning rate.
+        """Adopt the options of a different schedule after ``step`` steps.
+
+        A cosine continues from the current learning rate. Warm-up steps, and a constant schedule, have the learning rates of
+        the new options.
 
         Args:
             new_schedule: schedule whose options are adopted.

@@ -211,6 +211,9 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
         into = {"state_dict": {"b": torch.zeros(2)}}
         load_tensors(folder / "a.ckpt", into)
         assert into["state_dict"]["b"].tolist() == [1, 1]
+        (folder / "file").touch()
+        with pytest.raises(OSError, match=r"checkpoint .*file/b\.ckpt could not be written: NotADirectoryError"):
+            save_sharded(folder / "file" / "b.ckpt", tensors, {})
     finally:
         dist.destroy_process_group()
     return folder / "a.ckpt"

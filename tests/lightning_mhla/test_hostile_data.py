@@ -34,7 +34,7 @@ from lightning_mhla.data.labelled import LabelledShards
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.data.shards import expand_braces
 from lightning_mhla.data.tables import MOST_MEMBERS, load_table, scan_shard
-from lightning_mhla.system.untrusted import check_yaml, parse_array, read_arrays, read_json
+from lightning_mhla.system.untrusted import check_yaml, parse_array, parse_yaml, read_arrays, read_json, read_yaml
 from lightning_mhla.training.classes import known_classes
 
 
@@ -335,14 +335,20 @@ def test_yaml_that_takes_readers_apart(text: str, message: str) -> None:
     assert time.process_time() - begun < 3
 
 
+@pytest.mark.parametrize(
+    "value", ["!!bool 5", "!!int ''", "!!int x", "!!float x", "!!timestamp x", "!!binary ü", "2026-13-01"]
+)
+def test_a_yaml_value_that_does_not_fit_its_tag_is_a_clear_error(value: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(f"trainer: {{max_steps: {value}}}\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"config\.yaml cannot be read \("):
+        read_yaml(tmp_path / "config.yaml")
+
+
 @fuzz(200)
 @given(text=st.text(alphabet="ab:-[]{}&*!|>\n \"'#%@,0123", max_size=80))
 def test_fuzzed_yaml(text: str) -> None:
-    try:
-        check_yaml(text)
-        yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
-        pass
+    with suppress(yaml.YAMLError, ValueError):
+        parse_yaml(text)
 
 
 @pytest.mark.parametrize("text", ["[1]", "5", "{", "\udcff", "[" * 100_000])

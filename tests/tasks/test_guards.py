@@ -239,6 +239,25 @@ def test_all_processes_stop_or_skip_for_one(tmp_path: Path) -> None:
             assert re.search(message, found[process.format(where)]), found
 
 
+def test_progress_never_moves_back() -> None:
+    """A process that validates after a batch is ahead of one that computes the batch, and behind one that computes the next."""
+    watch, progress = StallWatch(), []
+
+    class Look(Callback):
+        def look(self, *_: object) -> None:
+            progress.append((watch._step, watch._phase))
+
+        on_train_batch_start = on_train_batch_end = on_validation_batch_end = look
+
+    Trainer(
+        accelerator="cpu", max_steps=4, val_check_interval=2, limit_val_batches=2, num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[watch, Look()],
+    ).fit(small_classifier(), datamodule=Digits(batch_size=8))  # fmt: skip
+    assert progress == [
+        (0, 2), (1, 0), (1, 2), (2, 0), (2, 1), (2, 1), (2, 2), (3, 0), (3, 2), (4, 0), (4, 1), (4, 1),
+    ]  # fmt: skip
+
+
 def test_the_process_to_look_at_is_named_first() -> None:
     watch = StallWatch(seconds=100)
     silent = {"silent": 60.0, "waits": True, "at": [9, 0]}

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from lightning_mhla.system.untrusted import YAML_CHARACTERS, check_yaml, reason
+from lightning_mhla.system.untrusted import YAML_CHARACTERS, parse_yaml, reason
 from mhla_tasks.commandline.arguments import CommandLine, Option
 from mhla_tasks.commandline.shipped import PREFIX, names
 
@@ -173,9 +173,9 @@ def _inline(origin: str, text: str) -> Source:
     """
     origin = origin if len(origin) <= 60 else f"{origin[:60]}..."
     try:
-        check_yaml(text)
+        values = parse_yaml(text, Loader)
         _note_lines(yaml.compose(text, Loader), (), {})
-        return Source(origin, yaml.load(text, Loader), typed=True)
+        return Source(origin, values, typed=True)
     except yaml.YAMLError as error:
         return Source(origin, {}, problem=f"{origin}: {_where(error)}")
     except (ValueError, RecursionError) as error:
@@ -197,14 +197,14 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]
         raise ValueError("is a folder, not a file; name the file in it" if path.is_dir() else "does not exist")
     if path.stat().st_size > YAML_CHARACTERS:
         raise ValueError(f"is too large for a configuration: {path.stat().st_size} bytes (at most {YAML_CHARACTERS})")
+    # Some editors put a byte order mark in front of the text.
     text = path.read_text(encoding="utf-8-sig")
-    check_yaml(text)
+    loaded = parse_yaml(text, Loader)
     lines: dict[tuple[str | int, ...], int] = {}
     # The nodes give line numbers and repeated keys, which yaml.load discards; the loaded values are used for everything else.
     root = yaml.compose(text, Loader)
     if root is not None:
         _note_lines(root, (), lines)
-    loaded = yaml.load(text, Loader)
     if loaded is None:
         raise ValueError("contains no options: it is empty or has only comments")
     if not isinstance(loaded, dict):
@@ -298,7 +298,6 @@ def _names_a_file(key: str, value: str, folder: Path) -> bool:
 def literal(text: str) -> Any:
     """Parse a string as YAML; return the string itself if it is not valid YAML."""
     try:
-        check_yaml(text)
-        return yaml.load(text, Loader)
+        return parse_yaml(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
