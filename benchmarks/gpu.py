@@ -86,6 +86,7 @@ def parts(out: Path, gpu: bool, authors: Path | None) -> dict[str, Part]:
     tests = ("-m", "pytest", "-q", "-n", "4", "--timeout", "0", "tests/kernels")
     parts_by_name["tests"] = Part(tests, 12, "tests.txt")
     sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    # Without the memory cache of torch, every tensor is an allocation of its own, whose bounds the sanitizer checks.
     if sanitizer:
         for form in ("parallel", "chunked", "spanning"):
             command = (sanitizer, "--error-exitcode", "1", sys.executable, "-m", "benchmarks.native", "--case", form)
@@ -136,6 +137,7 @@ def run(name: str, part: Part, out: Path, console: Console) -> dict[str, Any]:
             )  # fmt: skip
             status, printed = done.returncode, done.stdout or ""
         except subprocess.TimeoutExpired as error:
+            # The output so far is bytes, despite `text=True`.
             status, printed = 124, (error.stdout or b"").decode(errors="replace")
     if part.keeps and printed:
         (out / part.keeps).write_text(printed)

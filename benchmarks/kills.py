@@ -138,6 +138,7 @@ def wait_to_kill(process: RunningProcess, run: Path, rng: random.Random, spread:
         if process.poll() is not None:
             return None
         time.sleep(0.02)
+    # Training has begun: the time of the kill counts from here.
     if kind != "starting":
         until = time.monotonic() + rng.uniform(0, spread)
     while time.monotonic() < until:
@@ -256,6 +257,7 @@ def compare(undisturbed: Path, killed: Path) -> dict[str, Any]:
     one, two = (end["callbacks"].get("LearningCurves") for end in ends)
     unequal += differences(one, two, "learning curves")
     once, again = losses(undisturbed), losses(killed)
+    # Repeated steps are in the list twice, but with the same value, so that the sets are equal.
     wrong = sorted(set(again) ^ set(once))
     trained = [entry for entry in again if entry[0] == "train/loss"]
     return {

@@ -120,6 +120,7 @@ def against_float64(device: torch.device) -> Iterator[tuple[str, str]]:
         case = Case(form, dtype, key, value, causal, tokens, block)
         leaves = case.make(device)
         exact = [x.detach().double().requires_grad_() for x in leaves]
+        # Rounded here, such that both computations get the same numbers.
         cotangent = torch.randn(1, tokens, 2, value, device=device).bfloat16()
         expected = case.both(exact, cotangent, form="reference", backend="torch")
         actual = case.both(leaves, cotangent)
@@ -234,6 +235,7 @@ def large_tensors(device: torch.device) -> Iterator[tuple[str, str]]:
         if not error < 1e-3 or not bool(torch.isfinite(out[some]).all()):
             raise AssertionError(f"{case}: the last row is off by {error:.1e}")
         yield f"{form}, {'batch' if by_batch else 'tokens'}", f"{q.numel():,} numbers"
+        # Frees the memory before the next case makes tensors of the same size.
         del q, k, v, out
 
 

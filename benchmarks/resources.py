@@ -279,6 +279,7 @@ def launches_of(variant: Variant, chip: int) -> list[Launch]:
                 divisible.append(name)
             elif isinstance(value, float):
                 signature[name] = "fp32"
+            # As at a call, Triton makes a constant of an integer 1 and notes which other integers are divisible by 16.
             elif value == 1 and not unspecialized[name]:
                 signature[name], constants[name] = "constexpr", 1
             else:
@@ -491,6 +492,7 @@ def measure(chosen: list[Variant], chips: list[int], console: Console, sample: i
     for chip, variant in product(chips, chosen):
         for launch in launches_of(variant, chip):
             key = (chip, launch.kernel, launch.signature, launch.constants, launch.divisible, launch.options)
+            # The strictest of the limits on spills holds for launches that compile to the same kernel.
             if key not in distinct or launch.spills_allowed < distinct[key].spills_allowed:
                 distinct[key] = launch
     launches = list(distinct.values())

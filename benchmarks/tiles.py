@@ -216,6 +216,7 @@ def main() -> None:
         todo, ready, shapes = jobs(), [], SHAPES
         for name, form in dict.fromkeys((job.shape, job.form) for job in todo):
             profiles.append({"shape": name, "form": form, "microseconds": kernels_by_time(SHAPES[name], form)})
+        # CUDA has started in this process, and a forked process could not use it.
         with get_context("spawn").Pool(max(1, (os.cpu_count() or 2) - 2)) as pool:
             for job, error in pool.imap(build, todo):
                 if error is None:

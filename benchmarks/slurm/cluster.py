@@ -185,6 +185,7 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill the daemons, and all processes of the daemons and of their jobs."""
+        # Repeated, because a process may start another one after the processes were listed.
         _until(lambda: not self._kill_all(lambda process: True), timeout=10)
         for daemon in self._daemons.values():
             daemon.wait()
@@ -279,6 +280,7 @@ class Cluster:
     def show(self, job: int) -> dict[str, str]:
         """Return the fields of `scontrol show job`: JobState, Reason, Restarts, ExitCode, BatchHost, StartTime, ..."""
         text = self.run("scontrol", "-o", "show", "job", str(job))
+        # Values may contain spaces, so that a value ends only where the next key begins.
         return dict(re.findall(r"([A-Z][\w/:]*)=(.*?)(?=\s+[A-Z][\w/:]*=|\s*$)", text))
 
     def wait(self, job: int, states: set[str] | frozenset[str] = TERMINAL, timeout: float = 60) -> dict[str, str]:

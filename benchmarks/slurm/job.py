@@ -200,6 +200,7 @@ def _losses(path: Path) -> list[tuple[int, str]]:
         rows = list(csv.DictReader(path.read_text().splitlines(keepends=True)))
     except FileNotFoundError:
         return []
+    # The run may be writing the last row at this moment.
     complete_rows = [row for row in rows if None not in row and None not in row.values()]
     return [
         (int(row["step"]), row["train/loss"])

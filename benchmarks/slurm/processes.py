@@ -31,6 +31,7 @@ def running_processes() -> dict[int, Process]:
             command = (entry / "cmdline").read_bytes()
         except OSError:
             continue
+        # Zombies and dead processes have ended; only their parents have not read their status yet.
         if state in "ZX":
             continue
         pairs = (item.partition("=") for item in block.decode(errors="replace").split("\0") if "=" in item)
@@ -40,6 +41,7 @@ def running_processes() -> dict[int, Process]:
 
 
 def _parent_and_state(entry: Path) -> tuple[int, str]:
+    # The name of the program stands in parentheses and may contain spaces and parentheses itself.
     after_name = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return int(after_name[1]), after_name[0]
 

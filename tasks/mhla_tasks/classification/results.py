@@ -84,6 +84,7 @@ class ClassResults(Callback):
             picture = encoded_picture(batch["image"][index], getattr(trainer, "datamodule", None))
             name = _sample_name(trainer, int(batch["index"][index])) if "index" in batch else ""
             entry = (-label_probability, label, guess, float(probabilities[index, guess]), picture, name)
+            # The first entry of the heap is the mildest mistake, with the highest probability of the true class; it makes room.
             (heapq.heappushpop if len(self._mistakes) >= MISTAKES else heapq.heappush)(self._mistakes, entry)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -217,6 +217,7 @@ def _reader_is_gone() -> bool:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             poll = select.poll()
+            # No event has to be asked for: POLLERR is always reported.
             poll.register(stream.fileno(), 0)
             if any(events & select.POLLERR for _, events in poll.poll(0)):
                 return True

@@ -61,6 +61,7 @@ class LatePackage(ModuleType):
             value = getattr(import_module(f"{self.__name__}.{module}"), name)
             setattr(self, name, value)
             return value
+        # While the package executes, a name that it does not have yet must be an error, not start it a second time.
         if (name.startswith("__") and name != "__all__") or self.__dict__.get("_started"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         self._started = True
@@ -116,6 +117,7 @@ def put_off_imports() -> None:
             continue
         module = module_from_spec(spec)
         module.__class__ = LatePackage
+        # torchmetrics.utilities.prints imports this name from the package.
         module.__dict__["_logger"] = logging.getLogger(name)
         sys.modules[name] = module
         if parent is not None:

@@ -155,6 +155,7 @@ def _put_argument(
         items = [_put(None, [], item, below) for item in (value if isinstance(value, list) else [value])]
         arguments[stored] = [*_as_list(arguments.get(stored)), *items]
         return
+    # An option of the last item belongs to the items that are to be appended, if there are any.
     stored = f"{name}+" if f"{name}+" in arguments and path else name
     arguments[stored] = _put(arguments.get(stored), path, value, below)
 

@@ -141,6 +141,7 @@ class SuiteCLI(LightningCLI):
             parser.parse_args([request])
         # Serialized now, because the parser modifies its arguments in place.
         printed = [] if request is None else [f"--config={json.dumps(args)}", request]
+        # Only the check of the types matters; the parsed options are not used.
         for replaced in self.plan.replaced:
             parser.parse_object(replaced)
         super().parse_arguments(parser, args)

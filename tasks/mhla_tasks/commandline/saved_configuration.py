@@ -51,6 +51,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if isinstance(value, str):
         text = str(value).removeprefix(UNKNOWN)
+        # `<...>` is the text of an object that cannot be read back.
         return _LEFT_OUT if text != value and text.startswith("<") else text
     for kind in (bool, int, float):
         if isinstance(value, kind):
