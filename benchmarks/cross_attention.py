@@ -233,6 +233,7 @@ def layer_call(kind: str, queries: int, keys: int, backward: bool) -> Callable[[
 
     def call() -> object:
         with torch.set_grad_enabled(backward):
+            # The projections ignore these inputs, of which only the sizes matter.
             out = layer(q.detach().flatten(2), k.detach().flatten(2), projections=projections)
             return torch.autograd.grad(out.sum(), leaves) if backward else out
 

@@ -80,6 +80,7 @@ def measure(kind: str, contexts: list[int], steps: int, device: torch.device) ->
         for _ in range(steps):
             begin = time.perf_counter()
             token = model(token, past_key_values=cache).logits[:, -1].argmax(-1, keepdim=True)
+            # Waits until a GPU has computed the token.
             token.item()
             times.append((time.perf_counter() - begin) * 1e3)
         read += steps

@@ -58,6 +58,7 @@ class Storages(TorchDispatchMode):
         self.known.add(storage._cdata)
         self.alive += storage.nbytes()
         self.peak = max(self.peak, self.alive)
+        # Torch keeps the Python object of a storage as long as the storage itself, so this is called when the memory is freed.
         weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
 
     def _forget(self, key: int, size: int) -> None:

@@ -190,6 +190,7 @@ def main() -> None:
     path = None if args.out is None else args.out / f"models-{device.type}.json"
     machine = describe(device)
     previous = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    # Rows count again only if device, threads and versions are equal; the date may differ.
     undated, previous_machine = ({**facts, "date": None} for facts in (machine, previous.get("machine", {})))
     rows = [row for row in previous["rows"] if "seconds" in row] if previous_machine == undated else []
     done = {(row["model"], row["pixels"], row["kind"], row["images"]) for row in rows}

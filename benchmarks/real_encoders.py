@@ -133,6 +133,7 @@ def read_picture(file: Path, pixels: int, box: tuple[float, float, float, float]
     """
     picture = decode_file(file)
     if box is not None:
+        # The doubled size is the tuple of width, height, width and height.
         left, upper, right, lower = (round(share * side) for share, side in zip(box, picture.size * 2, strict=True))
         picture = picture.crop((left, upper, right, lower))
     resized = picture.resize((pixels, pixels), Image.Resampling.BICUBIC)

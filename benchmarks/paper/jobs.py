@@ -63,6 +63,7 @@ def run_jobs(
             study.run(variant, seed, runs, results, options)
             after_each()
         return
+    # Spawned processes read this variable when they import torch.
     os.environ["OMP_NUM_THREADS"] = "1"
     pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"))
     try:

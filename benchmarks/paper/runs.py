@@ -70,6 +70,7 @@ def train(config: str, name: str, folder: Path, options: list[str]) -> tuple[Pat
             subprocess.run(command, check=True, cwd=ROOT)
             spent["done"] = True
         finally:
+            # Also if training was interrupted, so that the time is the sum of all attempts.
             spent["seconds"] += _children_seconds() - start
             clock.write_text(json.dumps(spent))
     checkpoint = newest_checkpoint(home)

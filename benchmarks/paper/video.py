@@ -125,6 +125,7 @@ def frames_alike(frames: Tensor) -> float:
         frames: frames of the clip, ``[F, C, H, W]`` uint8.
     """
     lit = frames[:, 0].float()
+    # The window is as large as a frame, so its 25 positions are the shifts by up to two pixels in each direction.
     shifted = F.unfold(lit[1:, None], lit.shape[1:], padding=2)
     return float(F.cosine_similarity(lit[:-1].flatten(1)[..., None], shifted, dim=1).amax(1).mean())
 

@@ -49,6 +49,7 @@ def signals(cluster: Cluster, make: Make) -> SlurmJob:
         if number % 2:
             cluster.signal(job.number, "USR1")
         else:
+            # Alternates between the two processes of the job.
             os.kill(cluster.task_pids(job.number)[number // 2 % 2], signal.SIGTERM)
     return job
 
@@ -78,6 +79,7 @@ def preempted(cluster: Cluster, make: Make, warned: bool) -> SlurmJob:
         make: function that submits a training job.
         warned: whether SLURM sends the first job a signal before it ends the job.
     """
+    # The batch script asks for a signal before the end of the job. CONT, which it ignores, replaces this signal.
     job = make(signal="B:USR1@30" if warned else "B:CONT@1")
     job.wait_for_start(1, steps=40)
     script = job.folder / "urgent.sh"

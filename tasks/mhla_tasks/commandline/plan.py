@@ -98,6 +98,7 @@ def make_plan(line: CommandLine) -> Plan:
             Path(run) if run else None, _requested_checkpoint(sources, run), line.command == "fit"
         )
         remembered = []
+        # A run folder without ckpt_path needs no options of the checkpoint, because its config.yaml is among the sources.
         if checkpoint is not None and _requested_checkpoint(sources, run) is not None:
             remembered = [Source(checkpoint, remembered_options(checkpoint, sources))]
         all_sources, remembered_moves = move_keys([*remembered, *sources])
@@ -159,6 +160,7 @@ def check_same(plan: Plan) -> None:
     """
     parent, _, noted = os.environ.get(PLAN, "").partition(":")
     digest = hashlib.sha256(repr(plan.configuration).encode(errors="surrogateescape")).hexdigest()
+    # The process that set the variable, if any, did not start this process as a part of its run.
     if parent != str(os.getppid()) or "LOCAL_RANK" not in os.environ:
         os.environ[PLAN] = f"{os.getpid()}:{digest}"
     elif noted != digest:

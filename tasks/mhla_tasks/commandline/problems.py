@@ -186,6 +186,7 @@ def _check_class(
         return None
     if "class_path" in value:
         class_path = str(value["class_path"])
+        # If this class cannot be found here, its options must not be compared with those of an earlier class.
         classes.pop(path, None)
         if "." not in class_path and module is None:
             return None  # the parser looks for a class of this name

@@ -128,6 +128,7 @@ class DocumentEncoder:
         for number, dialogue in enumerate(dialogues):
             contents = [content for _, content in dialogue.messages]
             with _named(dialogue):
+                # Also needed if no message spells a control token: it checks that the template leaves out no message.
                 rendered = self._with_placeholders(tuple(role for role, _ in dialogue.messages))
                 if self.template.spelled(contents):
                     texts.append(self.template.fill(rendered, contents))

@@ -144,6 +144,7 @@ def unrecorded(folders: Sequence[Path]) -> list[Path]:
 
 
 def _number_or_word(part: str) -> tuple[str, int]:
+    # Sorts version_9 before version_10.
     word = part.rstrip("0123456789")
     return word, int(part[len(word) :] or -1)
 
@@ -232,6 +233,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
         by_class: dict[str, Any] = {}
         for value in values:
             name = str(value["class_path"]).rpartition(".")[2]
+            # Further objects of the same class get the keys NAME-2, NAME-3 and so on.
             number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
             by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
         return {
@@ -283,6 +285,7 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
         parts = key.replace(".init_args", "").split(".")
         for count in range(1, len(parts) + 1):
             name = ".".join(parts[-count:])
+            # With the dots, only complete parts count: the key x.min_lr does not end in lr.
             if sum(f".{other.replace('.init_args', '')}".endswith(f".{name}") for other in keys) == 1:
                 break
         names[key] = name

@@ -227,6 +227,7 @@ def _domain(config: Any, name: str) -> Domain:
         return "language"
     if getattr(config, "image_size", None) and getattr(config, "patch_size", None):
         return "image"
+    # Checked first, because transformers also lists encoders such as BERT among the causal language models.
     if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
         return "text"
     if config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
