@@ -225,6 +225,20 @@ def test_markdown_csv_and_latex() -> None:
     assert (second["val/accuracy"], second["val/accuracy std"], second["time"]) == ("0.5", "", "65.0")
 
 
+def test_rows_keep_their_folders_where_options_do_not_tell_them_apart() -> None:
+    alone = [scored("a", 0, 0.5)]
+    again = [Run(Path(f"runs/again-{number}"), run.record, run.options) for number in range(2) for run in alone]
+    for runs, named in (
+        (alone, True),
+        ([*alone, scored("b", 0, 0.5)], False),
+        ([*alone, again[0], scored("b", 0, 0.5)], False),  # a note tells it apart
+        ([*alone, *again, scored("b", 0, 0.5)], True),
+    ):
+        table = tabulate(group_runs(runs))
+        for text in (formats.as_markdown(table).removeprefix("| "), formats.as_latex(table).splitlines()[3]):
+            assert text.startswith("run ") is named, text
+
+
 @pytest.mark.parametrize(
     "text",
     ["\\input{x}", "a & b", "50% $x$ #1", "~^<>|\"", "[2ex] x", "*", "-5", "line\nbreak\x1b[31m", "\\\\[3cm]", "{", "}", "ü ±↑"],

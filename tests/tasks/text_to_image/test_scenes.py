@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, DigitScenes, ImageLatentShards, SceneScores, TextToImage
 from mhla_tasks.text_to_image.judge import check_scene, parse_caption, score_scenes
-from mhla_tasks.text_to_image.scenes import Scene, SceneSamples, every_caption
+from mhla_tasks.text_to_image.scenes import COLOURS, Scene, SceneSamples, every_caption, render
 from mhla_tasks.text_to_image.sources import to_size
 from PIL import Image
 from sana import SHAPE, save_pictures, save_pipeline
@@ -51,6 +52,28 @@ def test_captions_say_what_is_shown() -> None:
         parse_caption("a red three left of a red seven")
     with pytest.raises(ValueError, match="is not a caption of a scene of digits"):
         SceneScores(["a photo of a cat"])
+
+
+@pytest.mark.parametrize("colour", COLOURS)
+def test_digits_have_their_color_and_stay_near_their_place(colour: str) -> None:
+    """Digits without gaps: a single one up to 3 pixels from the center, and each of three in a quarter of its own."""
+    random = np.random.default_rng(0)
+    single, several = Scene(((8, colour),)), Scene(((8, colour),), 3)
+    edges: set[tuple[int, ...]] = set()
+    for _ in range(120):
+        image = render(single, [torch.ones(1, 28, 28)], random)
+        shown = image.amax(0) > -1
+        torch.testing.assert_close(image[:, shown].amax(1), torch.tensor(COLOURS[colour]) * 2 - 1)
+        assert image.max() == pytest.approx(1), "the brightest channel of a color is fully used"
+        rows, columns = (shown.any(axis).nonzero()[:, 0] for axis in (1, 0))
+        assert len(rows) == len(columns) == 20
+        edges.add((int(rows[0]), int(columns[0])))
+    for axis in (0, 1):
+        assert {edge[axis] for edge in edges} == set(range(3, 10))
+    for _ in range(20):
+        shown = render(several, [torch.ones(1, 28, 28)] * 3, random).amax(0) > -1
+        quarters = [int(part.sum()) for half in shown.chunk(2) for part in half.chunk(2, 1)]
+        assert sorted(quarters) == [0, 14 * 14, 14 * 14, 14 * 14]
 
 
 def test_the_program_sees_what_real_scenes_show() -> None:
