@@ -165,13 +165,20 @@ def test_both_stages_bring_it_closer_and_it_is_exported(texts: MiniTexts, bert: 
 
 
 @pytest.mark.parametrize(
-    ("mixing", "length", "warns"), [("dense", 48, True), ("exponential", 48, False), ("dense", 128, False)]
+    ("mixing", "layer_kinds", "length", "warns"),
+    [
+        ("dense", None, 48, True),
+        ("dense", ["keep", "replace"], 48, True),
+        ("exponential", None, 48, False),
+        ("dense", None, 128, False),
+    ],
 )
 def test_coefficients_that_no_training_text_reaches_are_named(
-    texts: MiniTexts, bert: str, tmp_path: Path, mixing: Any, length: int, warns: bool
+    texts: MiniTexts, bert: str, tmp_path: Path, mixing: Any, layer_kinds: list[str] | None, length: int, warns: bool
 ) -> None:
     attention = AttentionConfig(kind="mhla", block_size=16, mixing=mixing)
-    model = encoder(bert, attention=attention, distillation=EncoderDistillation(teacher=bert))
+    options = {"layer_kinds": layer_kinds, "distillation": EncoderDistillation(teacher=bert)}
+    model = encoder(bert, attention=attention, **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer(tmp_path, 1, limit_val_batches=0).fit(model, passages(texts, bert, length=length))

@@ -222,6 +222,19 @@ def test_the_loss_of_padded_rows_is_that_of_the_rows_alone() -> None:
         assert float(network(rows, attention_mask=mask, labels=rows).loss) == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, len(LENGTHS)])
+@torch.no_grad()
+def test_positions_may_include_those_of_earlier_tokens(rows: int) -> None:
+    """Positions of all columns, of which the last ones belong to the new tokens."""
+    network, ids = small_model("exponential").network, prompts()
+    whole = network(ids).logits
+    positions = torch.arange(ids.shape[1]).expand(rows, -1)
+    cache = network(ids[:, :60], use_cache=True).past_key_values
+    for part in (slice(60, 67), slice(67, 68), slice(68, None)):
+        out = network(ids[:, part], past_key_values=cache, position_ids=positions[:, : part.stop])
+        assert relative(out.logits, whole[:, part]) < 1e-4
+
+
 def test_weights_start_with_the_deviation_asked_for() -> None:
     for wanted in (0.2, 0.01):
         network = small_model(initializer_range=wanted, tie_embeddings=False).network

@@ -286,5 +286,7 @@ def test_pictures_of_no_frames_are_refused() -> None:
     for make in (lambda: ClipPictures(["one"], frames=0), lambda: ContinuationPictures(frames=0)):
         with pytest.raises(ValueError, match="frames=0 must be at least 1"):
             make()
+    least = ContinuationPictures(clips=1, frames=1)
+    assert (least.clips, least.frames, ClipPictures(["one"], frames=1).frames) == (1, 1, 1)
     with pytest.raises(ValueError, match="per_prompt=0 must be at least 1"):
         SceneScores(per_prompt=0)

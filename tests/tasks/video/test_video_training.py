@@ -301,6 +301,19 @@ def test_euler_sampler_and_seeds() -> None:
     assert (both[1:].float() - expected).abs().max() <= 1
 
 
+def test_many_prompts_are_drawn_as_each_alone() -> None:
+    """Also those after the first 32, which are drawn in a second part."""
+    made = module(text=TextConfig(length=4))
+    made.sampling = WanSamplingConfig(sampler="euler", steps=1, guidance=1.0, frames=1, height=4, width=6)
+    prompts = [f"{number} digits" for number in range(35)]
+    clips = made.draw_prompts(prompts, 1)
+    assert clips.shape[:2] == (35, 1)
+    for index in (0, 31, 32, 34):
+        alone = made.draw([prompts[index]], [index], 1)[0]
+        near = [int((clip.float() - alone.float()).abs().max() <= 1) for clip in clips]
+        assert near == [int(number == index) for number in range(35)]
+
+
 def test_sizes_that_patches_or_the_vae_do_not_divide(pipeline: Path) -> None:
     made = module(text=TextConfig(length=4))
     with pytest.raises(ValueError, match=r"clips of \[5, 15, 24\] frames, rows and columns do not divide into patches"):
