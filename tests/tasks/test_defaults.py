@@ -2,11 +2,12 @@
 
     PYTHONPATH=.:kernels:tasks python tests/tasks/test_defaults.py    writes tests/defaults.yaml again, after a deliberate change
 
-Options count by their own names, whether a class takes them itself or in a dataclass.
+Options count by their own names, whether a class takes them itself or in a dataclass. Tools of the command line are included.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import inspect
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from mhla_tasks.commandline import registry
 
 TABLE = Path(__file__).parents[1] / "defaults.yaml"
 PACKAGES = (
@@ -25,6 +27,8 @@ PACKAGES = (
     "lightning_mhla.vision.vlt", "lightning_mhla.training.optim", "lightning_mhla.swap", "mhla_kernels",
 )  # fmt: skip
 """Packages whose public names configurations and programs use."""
+TOOLS = [name for tools in registry.TOOLS.values() for name in tools]
+"""Tools of the command line, with options of their own."""
 FLOORS = ("mhla_tasks", "lightning_mhla", "mhla_kernels")
 
 
@@ -87,9 +91,20 @@ def public() -> dict[str, Any]:
     return dict(sorted(found.items()))
 
 
+def defaults_of_tool(name: str) -> dict[str, Any]:
+    """Defaults of the options of a tool; none if the tool leaves its arguments to another program."""
+    if getattr(registry.function_of(name), "passes_on", False):
+        return {}
+    options = [option for option in registry.parser_of(name)[0]._actions if option.default is not argparse.SUPPRESS]
+    return dict(
+        sorted(leaf for option in options if option.option_strings for leaf in leaves(option.dest, option.default))
+    )
+
+
 def table() -> dict[str, dict[str, Any]]:
-    """Defaults of everything public that has any."""
-    return {name: defaults for name, target in public().items() if (defaults := defaults_of(target))}
+    """Defaults of everything public that has any, and of the options of tools."""
+    of_names = {name: defaults for name, target in public().items() if (defaults := defaults_of(target))}
+    return of_names | {f"lightning {name}": defaults for name in sorted(TOOLS) if (defaults := defaults_of_tool(name))}
 
 
 EXPECTED: dict[str, dict[str, Any]] = yaml.safe_load(TABLE.read_text()) if TABLE.exists() else {}
