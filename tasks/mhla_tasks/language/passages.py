@@ -42,7 +42,7 @@ class Passages:
             longer ones; if there are no longer ones, with the next shorter ones.
     """
 
-    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int = 1) -> None:
+    def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int) -> None:
         self.length, self.padding = length, pad_token(tokenizer)
         rows: list[np.ndarray] = []
         texts = iter(texts)
