@@ -82,6 +82,7 @@ def definition(name: str, *inputs: Tensor) -> Tensor:
     rates = torch.log(1 - 2.0 ** (-5 - torch.arange(heads, dtype=torch.float64)))
     outs = []
     for t in range(q.shape[1]):
+        # The last gate is the decay. The gated delta rule has the strength of writing (beta) before it.
         log_decay = gates[-1][:, t] if gates else rates[None]
         state = state * log_decay.exp().view(1, heads, -1, 1)
         value = v[:, t]

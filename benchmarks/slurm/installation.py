@@ -108,6 +108,7 @@ def _download(cache: Path) -> list[Path]:
     archives = cache / "archives"
     shutil.rmtree(archives, ignore_errors=True)
     archives.mkdir()
+    # Without a sandbox user, apt does not change to the user _apt, who may not write to the folder.
     common = ["-o", "APT::Sandbox::User=", "-o", "Acquire::Retries=1", "-o", "Acquire::http::Timeout=15"]
     try:
         _fetch(archives, common)

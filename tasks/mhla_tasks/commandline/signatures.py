@@ -37,6 +37,7 @@ def parameter_hints(kind: type) -> dict[str, Any]:
             if name == "return" or name in variadic:
                 continue
             try:
+                # One at a time, because a single name that is missing makes the call fail for all.
                 hint = typing.get_type_hints(types.SimpleNamespace(__annotations__={name: annotation}), scope)[name]
             except NameError:  # the name is imported only under TYPE_CHECKING
                 continue

@@ -50,6 +50,7 @@ def import_own(names: Iterable[str]) -> None:
         try:
             import_module(name)
         except ModuleNotFoundError as error:
+            # The module exists, but a module that it imports does not.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise UnknownModuleError(

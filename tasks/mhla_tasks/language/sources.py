@@ -164,6 +164,7 @@ class TokenWindows:
     ) -> None:
         self.runs, self.context, self.token_bytes = runs, context, token_bytes
         self.separate_documents, self.assistant_only_loss = separate_documents, assistant_only_loss
+        # The last token of a window is also the first one of the next window.
         windows = [max(0, length - 1) // context for length in runs.lengths]
         self.ends = np.cumsum(windows)
         bounds = np.cumsum([0, *runs.run_shards])
@@ -198,6 +199,7 @@ class TokenWindows:
         Raises:
             BrokenSampleError: if a token is not in the vocabulary.
         """
+        # With "right", runs without a complete window are skipped.
         run = int(np.searchsorted(self.ends, index, side="right"))
         offset = (index - (int(self.ends[run - 1]) if run else 0)) * self.context
         tokens, first = self.runs.read(run, offset, self.context + 1)

@@ -151,6 +151,7 @@ def _write(path: Path, data: bytes) -> None:
     """Write a file atomically, replacing an existing file or link."""
     aside = path.with_name(f"{path.name}.part")
     aside.unlink(missing_ok=True)
+    # This mode creates a new file, and never writes through a link.
     with aside.open("xb") as stream:
         stream.write(data)
     aside.replace(path)

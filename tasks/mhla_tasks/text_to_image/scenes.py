@@ -72,6 +72,7 @@ def draw_scene(random: np.random.Generator) -> Scene:
     kind = ("single", "count", "relation")[random.choice(3, p=[0.4, 0.2, 0.4])]
     labels = random.integers(10, size=2 if kind == "relation" else 1)
     colours = random.permutation(list(COLOURS))
+    # There are more colors than labels; the first ones are used.
     digits = tuple((int(label), str(colour)) for label, colour in zip(labels, colours, strict=False))
     if kind == "count":
         return Scene(digits, int(random.choice(list(COUNTS))))

@@ -50,6 +50,7 @@ def render(digit: Tensor, move: str, frames: int, height: int, width: int, gener
     down, right = MOVES[move]
     spaces = (height - side, width - side)
     travel = [min(frames - 1, space) * abs(direction) for space, direction in zip(spaces, (down, right), strict=True)]
+    # Before or behind the start, depending on the direction, there is room for the complete distance.
     starts = [
         int(torch.randint(space - distance + 1, (), generator=generator)) + (distance if direction < 0 else 0)
         for space, distance, direction in zip(spaces, travel, (down, right), strict=True)

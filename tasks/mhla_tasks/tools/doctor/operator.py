@@ -131,6 +131,7 @@ def speed() -> Iterator[Finding]:
         mixing = torch.rand(blocks, blocks, device=device).requires_grad_()
         mhla = partial(mhla_attention, q, k, v, mixing, block_size=block, causal=causal, normalize=not causal)
         heads_first = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        # The values are cut to the width of the keys, because flash attention requires equal widths.
         softmax = partial(
             F.scaled_dot_product_attention, heads_first[0], heads_first[1], heads_first[2][..., :key], is_causal=causal
         )
@@ -174,12 +175,14 @@ def _run(tensors: list[Tensor], dtype: torch.dtype, causal: bool, **choice: Any)
     )
     out = mhla_attention(q, k, v, mixing, block_size=32, causal=causal, **choice)
     generator = torch.Generator(out.device).manual_seed(1)
+    # Like the inputs, the gradients of the outputs are exact in every dtype.
     cotangent = torch.randn(out.shape, generator=generator, device=out.device).bfloat16().to(dtype)
     return [out.detach()], list(torch.autograd.grad(out, leaves, cotangent))
 
 
 def _error(actual: Tensor, expected: Tensor) -> float:
     error = float((actual.double() - expected).norm() / expected.norm())
+    # NaN, the only number that differs from itself, could get lost in `max`.
     return error if error == error else float("inf")
 
 

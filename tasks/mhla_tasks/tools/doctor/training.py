@@ -61,6 +61,7 @@ def fit() -> Iterator[Finding]:
         command = [sys.executable, "-m", "mhla_tasks", "fit", *OPTIONS, logger]
         start = time.perf_counter()
         try:
+            # With a wide terminal, the last line of an error message is not only its end.
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=LIMIT, cwd=folder, check=False,
                 env={**os.environ, "COLUMNS": "200"},
