@@ -113,7 +113,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         super().__init__(dim, heads, layout, config, **options)
         if config.feature_map == "identity":
             raise ValueError("attention kind 'mhla_window' needs features that are not negative, unlike 'identity'")
-        if self.options.sinks > (smallest := layout.block_sizes[0]):
+        if self.options.sinks > (smallest := layout.block_size or layout.block_sizes[0]):
             raise ValueError(f"options.sinks={self.options.sinks} exceeds the {smallest} tokens of a block")
         learned = self.features is not None
         # Far tokens start on the scale of softmax weights. At q = k = 0, where these are exp(0) = 1, the 2 Dk learned features

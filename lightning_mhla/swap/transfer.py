@@ -116,7 +116,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
         Scalar loss.
 
     Raises:
-        ValueError: if no layer is replaced.
+        ValueError: if no layer is replaced, or ``run`` calls none of the replaced layers.
         NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
     """
     host = host_of(model)
@@ -155,7 +155,7 @@ def matching_loss(
         Scalar loss.
 
     Raises:
-        ValueError: if ``replaced`` is empty.
+        ValueError: if ``replaced`` is empty, or ``run`` calls none of the layers.
     """
     if not replaced:
         raise ValueError("no layer is replaced, so there is nothing to transfer")
@@ -173,6 +173,8 @@ def matching_loss(
     finally:
         for hook in hooks:
             hook.remove()
+    if not calls:
+        raise ValueError("run called no replaced layer; it must call the complete model once")
     distances = []
     while calls:  # pop each call, so that its output is freed while the graphs of later layers grow
         layer, args, kwargs, output = calls.popleft()
@@ -207,7 +209,7 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
         return (new - output).square().mean() / output.var().clamp(min=tiny)
     real = real.expand(output.shape[:2])[..., None]
     # The mean and the variance of the real tokens alone; like `var`, the variance is divided by one less than their number.
-    count = real.sum() * output.shape[-1]
+    count = (real.sum() * output.shape[-1]).clamp(min=2)  # a batch of padding alone has distance 0, not 0 / 0
     mean = torch.where(real, output, 0).sum() / count
     variance = torch.where(real, output - mean, 0).square().sum() / (count - 1)
     return torch.where(real, new - output, 0).square().sum() / count / variance.clamp(min=tiny)

@@ -409,7 +409,7 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
         real, counts, order = mask, None, padding_last(mask)
     else:
         real, counts, order = real_tokens(mask, x)
-    visible, inverse = real if counts is None or min(counts) < x.shape[1] else None, None
+    visible, inverse = real if counts is None or any(count < x.shape[1] for count in counts) else None, None
     if order is not None:
         x, inverse = rows_in_order(x, order), order.argsort(dim=1)
         heads = [rows_in_order(tensor.flatten(2), order).unflatten(2, tensor.shape[2:]) for tensor in heads]

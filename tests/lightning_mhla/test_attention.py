@@ -882,7 +882,11 @@ def test_numbers_of_new_tokens_that_do_not_fit_are_refused(kind: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"kind": "mhla"}, {"kind": "mhla", "mixing": "exponential"}, {"kind": "mhla_window", "mixing": "exponential"}],
+    [
+        {"kind": "mhla"},
+        {"kind": "mhla", "mixing": "exponential"},
+        {"kind": "mhla_window", "mixing": "exponential", "options": {"sinks": 4}},
+    ],
     ids=str,
 )
 def test_a_layer_for_less_than_a_block_has_blocks_of_the_configured_size(options: dict[str, Any]) -> None:

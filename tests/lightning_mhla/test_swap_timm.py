@@ -108,6 +108,8 @@ def test_softmax_swapped_for_softmax_and_nothing_swapped_change_nothing(name: st
                 pass
             assert torch.equal(other(x), expected), "leaving an inner context must not change the outer one"
         assert not torch.equal(other(x), expected)
+    with pytest.raises(ValueError, match="run called no replaced layer"):
+        transfer_loss(other, lambda: None)
     with (
         pytest.raises(ValueError, match=r"layers \[99\] have no replaced attention"),
         original_attention(other, [0, 99]),
