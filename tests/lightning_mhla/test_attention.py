@@ -163,6 +163,15 @@ def test_masked_tokens_change_nothing_in_the_backbone() -> None:
     torch.testing.assert_close(model(changed, key_mask=mask)[mask], model(x, key_mask=mask)[mask])
 
 
+@pytest.mark.parametrize("grid", [(4, 6), (5, 7)], ids=["equal blocks", "unequal blocks"])
+def test_masked_tokens_change_nothing_in_a_layer_that_reorders_them(grid: tuple[int, int]) -> None:
+    layer = MHLA(16, 2, BlockLayout(grid, (2, 2)))
+    x = torch.randn(2, math.prod(grid), 16)
+    mask = torch.rand(x.shape[:2]) > 0.3
+    changed = x.masked_fill(~mask[..., None], 9.0)
+    torch.testing.assert_close(layer(changed, mask)[mask], layer(x, mask)[mask])
+
+
 def test_a_list_makes_a_hybrid() -> None:
     model = Backbone(16, len(KINDS), 2, (4, 4), [config(kind, [2, 2]) for kind in KINDS])
     assert [block.attn.config.kind for block in model.blocks] == list(KINDS)
