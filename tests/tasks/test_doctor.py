@@ -120,6 +120,13 @@ def test_what_training_needs_and_is_not_there(
     assert "Permission denied" in found[1]["found"]
 
 
+def test_the_speed_of_reading_images_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    status, found = run(capsys, "data")
+    assert status == 0, found
+    (rate,) = (one["values"]["per_core_per_s"] for one in found if one["name"].startswith("JPEG files"))
+    assert 1 < rate < 1e5
+
+
 def test_a_fit_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     done = SimpleNamespace(returncode=1, stdout="", stderr="Traceback\nRuntimeError: no space left\n")
     monkeypatch.setattr(training.subprocess, "run", lambda *_, **__: done)

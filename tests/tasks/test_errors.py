@@ -189,6 +189,7 @@ WRONG_CALLS = [
     (["layers", "absent"], "absent"),
     (["generate", "absent.ckpt", "x"], "absent.ckpt does not exist"),
     (["evaluate", "--model_args", "pretrained=absent.ckpt", "--tasks", "nothing"], "Tasks not found: nothing"),
+    (["evaluate", "--model_args", "pretrained=absent.ckpt", "--tasks", "arc_easy"], "absent.ckpt does not exist"),
     (["timm", "absent.py"], "absent.py: there is no such script"),
 ]
 """Arguments of tools, and what the error says; ``RUN`` is a trained one."""

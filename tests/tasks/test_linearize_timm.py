@@ -19,6 +19,7 @@ from fork_server import ForkServer
 from mhla_tasks.classification import ImageNetShards
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.encoder import LinearizedImageEncoder
+from mhla_tasks.commandline import registry
 from mhla_tasks.tools.export import load_trained
 from mhla_tasks.tools.linearize.report import loading_code
 from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
@@ -133,6 +134,32 @@ def test_a_report_names_the_model(folder: str, title: str | None, tmp_path: Path
     save_encoder(tmp_path / folder, VIT, num_classes=0)
     title = title or f"{tmp_path.name}/{folder}"
     assert open_source(str(tmp_path / folder), tmp_path / "converted").name == title
+
+
+def test_a_complete_linearization_is_not_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same command writes the report again from the stored results; the data are gone."""
+    source, out, work = (tmp_path / name for name in ("vit", "out", "out-work"))
+    save_encoder(source, VIT, num_classes=0)
+    fit = {"curves": {"val/cosine": [[2, 0.5], [4, 0.75]]}, "seconds": 60, "steps": 4, "metrics": {"val/cosine": 0.75}}
+    results = {
+        "original": {"val/cosine": 1.0}, "swapped": {"val/cosine": 0.25}, "matching": fit, "tuning": fit, "speed": {},
+        "layers": {"original": 0.5, "alone": {"0": 0.5, "1": 0.5625}, "kept": [1], "unit": "cosine"},
+        "exported": str(out.resolve()),
+    }  # fmt: skip
+    for path, content in {
+        out / "config.json": {}, work / "plan.json": {"steps": [4, 4]}, work / "results.json": results,
+    }.items():  # fmt: skip
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(content))
+    data = str(tmp_path / "gone")
+    command = [str(source), str(out), "--train", data, "--val", data, "--steps", "4", "4"]
+    registry.run("linearize", command)
+    assert capsys.readouterr().err == f"model: {out}\nreport: {work / 'report.html'}\n"
+    assert json.loads((work / "results.json").read_text()) == results
+    page = (work / "report.html").read_text()
+    assert all(number in page for number in ("0.25", "0.75", "attention of 1 of 2 layers", "+0.0625"))
+    with pytest.raises(SystemExit, match="was begun with --steps=4 4, not 4 5"):
+        registry.run("linearize", [*command[:-1], "5"])
 
 
 def test_size_and_normalization_are_timms(tmp_path: Path) -> None:

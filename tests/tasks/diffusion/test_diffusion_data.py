@@ -105,15 +105,19 @@ def test_latents_are_drawn_anew_and_flipped_as_asked(place: Path) -> None:
     assert data(place).source("validate").flip == 0  # type: ignore[attr-defined]
 
 
-def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(place: Path, tmp_path: Path) -> None:
+def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("photos", "vae"):
         (tmp_path / name).symlink_to(place / name)
     whole = {path.name: path.read_bytes() for path in (place / "latents").glob("*.tar")}
     encode(tmp_path, rank=1, world=2)
     assert [path.name for path in (tmp_path / "latents").glob("*.tar")] == ["train-00001.tar"]
+    assert "4 images in 3 shards, 1 of them by process 1 of 2: " in " ".join(capsys.readouterr().out.split())
     (tmp_path / "latents/train-00000.tar.part").write_bytes(b"stopped here")
     before = (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns
     encode(tmp_path)
+    assert "10 images in 3 shards: " in " ".join(capsys.readouterr().out.split())
     assert {path.name: path.read_bytes() for path in (tmp_path / "latents").glob("*.tar")} == whole
     assert (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns == before, "written again"
     with pytest.raises(SystemExit, match=r"made from different files or options \(image_size was 16 and is 32"):
