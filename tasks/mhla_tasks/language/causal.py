@@ -20,7 +20,7 @@ from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.swap.networks import repeated_layers
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.language.callbacks import TextSamples
-from mhla_tasks.language.lengths import generate_tokens
+from mhla_tasks.language.lengths import generate_tokens, warn_of_untrained_far_attention
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.model import MHLAForCausalLM
 from mhla_tasks.language.networks import examine, network_loss, training_flops
@@ -112,6 +112,8 @@ class CausalLanguageModel(TrainingModule):
                 questions, or packed documents, sequence parallelism or generation are required but not supported.
         """
         super().setup(stage)
+        if stage == "fit":
+            warn_of_untrained_far_attention(self.network, self.context)
         requirements = {
             "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
             "share": self.sequence_group is not None,

@@ -7,6 +7,7 @@ that keeps its quality at any length. The functions of this module replace that 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightning_mhla.attention import WindowedMHLA
 from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.swapping import host_of
 
@@ -90,6 +92,26 @@ def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
         "may be worse. Shorten the text, or train with a longer context",
         tokens, limit,
     )  # fmt: skip
+
+
+def warn_of_untrained_far_attention(network: PreTrainedModel, context: int) -> None:
+    """Warn if no training sample is long enough for the attention of ``mhla_window`` to tokens outside its window.
+
+    The window covers the block of a token and the block before it. What reads the tokens before the window stays untrained if
+    a sample has at most two blocks, and then spoils the reading of longer texts.
+
+    Args:
+        network: causal language model of this package or of transformers, whose attention may have been replaced.
+        context: number of tokens of a training sample.
+    """
+    layers = [layer for layer in network.modules() if isinstance(layer, WindowedMHLA)]
+    sizes = {layer.layout.block_size or 0 for layer in layers if layer.options.far_init > -math.inf}
+    if sizes and context <= 2 * max(sizes):
+        log.warning(
+            "samples of %d tokens lie within the softmax window of mhla_window, two blocks of %d tokens: attention "
+            "to earlier tokens is not trained, and longer texts are read badly. Use a longer context, or a block_size of at "
+            "most %d", context, max(sizes), max(1, (context - 1) // 2),
+        )  # fmt: skip
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
 from mhla_tasks.language.chat import Chat
 from mhla_tasks.language.encoding import encode_texts
 from mhla_tasks.language.generate import continue_prompts
-from mhla_tasks.language.lengths import generate_tokens, softmax_context
+from mhla_tasks.language.lengths import generate_tokens, softmax_context, warn_of_untrained_far_attention
 from mhla_tasks.language.tokenizer import train_tokenizer
 from small import SENTENCES, small_model
 from transformers import (
@@ -45,12 +45,13 @@ def mhla(*kinds: str) -> Any:
     return MHLAForCausalLM(MHLAConfig(**sizes, attention=layers)).eval()
 
 
-def llama(*layer_kinds: str, kind: str = "mhla") -> Any:
+def llama(*layer_kinds: str, kind: str = "mhla", **options: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=340, max_position_embeddings=32, **sizes))
     if layer_kinds:
-        swap_attention(model, AttentionConfig(kind=kind, block_size=8, mixing="exponential"), layer_kinds=layer_kinds)
+        config = AttentionConfig(kind=kind, block_size=8, mixing="exponential", **options)
+        swap_attention(model, config, layer_kinds=layer_kinds)
     return model.eval()
 
 
@@ -70,6 +71,25 @@ MODELS: dict[str, tuple[Any, bool]] = {
     "replaced by softmax": (lambda: llama("replace", kind="softmax"), True),
     "mamba": (mamba, False),
 }
+
+
+@pytest.mark.parametrize(
+    ("build", "context", "warns"),
+    [
+        (lambda: mhla("mhla_window", "linear"), 16, True),
+        (lambda: mhla("mhla_window", "linear"), 17, False),
+        (lambda: mhla("mhla", "linear"), 16, False),
+        (lambda: llama("replace", kind="mhla_window"), 16, True),
+        (lambda: llama("keep", "replace", kind="mhla_window"), 8, True),
+        (lambda: llama("replace", kind="mhla_window"), 17, False),
+        (lambda: llama("replace", kind="mhla_window", options={"far_init": float("-inf")}), 16, False),
+    ],
+)
+def test_samples_within_the_window_train_no_far_attention(
+    build: Any, context: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_of_untrained_far_attention(build(), context)
+    assert ("attention to earlier tokens is not trained" in caplog.text) == warns
 
 
 @pytest.fixture
