@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention import AttentionConfig, layout_for
 from lightning_mhla.attention.config import Causal
-from lightning_mhla.attention.inputs import check_mask
+from lightning_mhla.attention.inputs import check_mask, check_tokens
 from lightning_mhla.attention.layout import LayoutTables
 from lightning_mhla.attention.positions import Rotary, SequenceRotary, next_positions, sequence_positions
 from lightning_mhla.attention.sequence import SequenceShare
@@ -153,9 +153,15 @@ class Backbone(LayoutTables):
 
         Returns:
             Output tokens ``[B, N, dim]`` in raster order.
+
+        Raises:
+            ValueError: if the number of tokens does not fit the layout, or an argument does not fit the tokens or the layers.
         """
+        check_tokens("x", x)
         check_mask("key_mask", key_mask, x)
         if self.order is not None:
+            if x.shape[1] != self.layout.num_tokens:  # further tokens would be left out
+                raise ValueError(f"{x.shape[1]} tokens for a layout of {self.layout.num_tokens} ({self.layout})")
             x = x.index_select(1, self.order)
             key_mask = key_mask if key_mask is None else key_mask.index_select(1, self.order)
         if positions is None:

@@ -13,6 +13,7 @@ from lightning_mhla.attention import AttentionConfig, build_attention
 from lightning_mhla.attention.config import Causal
 from lightning_mhla.attention.inputs import check_mask
 from lightning_mhla.attention.layout import BlockLayout
+from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.positions import Rotary
 from lightning_mhla.attention.sequence import SequenceShare
 
@@ -167,6 +168,7 @@ class Block(nn.Module):
                 raise ValueError(f"{name} is for blocks that are built with {name}_dim, and {problem}")
         if context is not None:
             check_mask("context_mask", context_mask, context)
+            context = hide_rows(context, context_mask)  # 0 * NaN of a hidden token would be NaN
         if branch_factors is None:
             branch_factors = self.draw_kept(x)
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}

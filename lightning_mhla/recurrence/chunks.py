@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from mhla_kernels.blocks import BlockPartition, TokenLayout
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 
 def chunk_tokens(width: int) -> int:
@@ -220,7 +219,6 @@ class _Scan(torch.autograd.Function):
         ctx.bounds = inputs[3]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         d_states, d_final = grads
         decay, states = ctx.saved_tensors

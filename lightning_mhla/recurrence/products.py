@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 
@@ -76,7 +75,6 @@ class _DecayWeights(torch.autograd.Function):
         ctx.save_for_backward(output)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (weights,) = ctx.saved_tensors
         size = weights.shape[-1]
@@ -112,7 +110,6 @@ class _DecayedProducts(torch.autograd.Function):
         ctx.save_for_backward(*inputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         q, k, log_decay = ctx.saved_tensors
         size = q.shape[-2]
@@ -129,7 +126,8 @@ class _DecayedProducts(torch.autograd.Function):
         # decay, so it is added to the gradients of q and k after this sum.
         d_decay = (q * d_q - k * d_k).flip(-2).cumsum(-2).flip(-2)
         diagonal = slope.diagonal(dim1=-2, dim2=-1)[..., None]
-        d_q, d_k = d_q.addcmul_(diagonal, k), d_k.addcmul_(diagonal, q)
+        # not in place, since second derivatives need both factors of the products above
+        d_q, d_k = torch.addcmul(d_q, diagonal, k), torch.addcmul(d_k, diagonal, q)
         return d_q[..., :size, :], d_k[..., :size, :], d_decay[..., :size, :]
 
 

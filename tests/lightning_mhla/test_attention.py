@@ -925,8 +925,22 @@ def test_conditions_and_contexts_are_neither_ignored_nor_left_out(name: str) -> 
         Backbone(16, 1, 2, (12,), AttentionConfig(kind="softmax"), **options)(x)
 
 
-def test_masks_of_a_context_are_checked() -> None:
+@pytest.mark.parametrize("tokens", [15, 17, 20])
+@pytest.mark.parametrize("kind", ["mhla", "softmax"])
+def test_a_backbone_takes_the_tokens_of_its_grid(kind: str, tokens: int) -> None:
+    model = Backbone(16, 1, 2, (4, 4), AttentionConfig(kind=kind, block_grid=[2, 2]))
+    with pytest.raises(ValueError, match=f"{tokens} tokens for a layout of 16"):
+        model(torch.randn(1, tokens, 16))
+
+
+def test_masks_of_a_context_are_checked_and_hide_any_values() -> None:
     model = Backbone(16, 1, 2, (12,), AttentionConfig(kind="softmax"), context_dim=8)
     x, context = torch.randn(2, 12, 16), torch.randn(2, 5, 8)
+    mask = torch.ones(2, 5, dtype=torch.bool)
+    mask[:, 3:] = False
+    out = model(x, context=context, context_mask=mask)
+    torch.testing.assert_close(out, model(x, context=context[:, :3]))
+    context[:, 3:] = math.nan
+    assert torch.equal(model(x, context=context, context_mask=mask), out)
     with pytest.raises(ValueError, match=r"context_mask is \[2, 5\] torch.int64; it must be bool \[2, 5\]"):
         model(x, context=context, context_mask=torch.ones(2, 5, dtype=torch.int64))

@@ -176,6 +176,22 @@ def test_half_precision_and_empty_batches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPERATORS)
+def test_second_derivatives_are_those_of_the_recurrence(name: str) -> None:
+    inputs = [x.requires_grad_() for x in operands(name, 37, heads=1)]
+    directions = [torch.randn_like(x) for x in inputs]
+
+    def along(out: Tensor, state: Tensor) -> tuple[Tensor, ...]:
+        """Compute products of the Hessian with a vector."""
+        loss = out.pow(3).sum() + state.square().sum()
+        slopes = torch.autograd.grad(loss, inputs, create_graph=True)
+        total = torch.stack([(x * y).sum() for x, y in zip(slopes, directions, strict=True)]).sum()
+        return torch.autograd.grad(total, inputs)
+
+    for got, want in zip(along(*OPERATORS[name](*inputs)), along(*recurrence(name, *inputs)), strict=True):
+        assert error(got, want) < 1e-9
+
+
+@pytest.mark.parametrize("name", OPERATORS)
 def test_mapped_gradients_are_those_of_a_loop(name: str) -> None:
     batches = [operands(name, 70, batch=1) for _ in range(3)]
 
