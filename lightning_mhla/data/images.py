@@ -80,7 +80,7 @@ def decode_image(data: bytes, name: str, mode: str = "RGB") -> Image.Image:
                 f"{name}: an image of {width} x {height} pixels is too large or too narrow (at most {LARGEST_IMAGE:,} pixels, "
                 f"and {NARROWEST} times as long as wide)"
             )
-        image = _as_shown(image)
+        image = as_shown(image)
         return image if image.mode == mode else image.convert(mode)  # convert would copy
     except BrokenSampleError:
         raise
@@ -103,8 +103,11 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
     return decode_image(read_sample(path), shown(path), mode)
 
 
-def _as_shown(image: Image.Image) -> Image.Image:
-    """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits."""
+def as_shown(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits.
+
+    The orientation is applied to ``image`` itself.
+    """
     image.load()
     ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
@@ -333,12 +336,12 @@ class FolderImages:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one sample: a dict with the transformed ``image``, its ``index`` and the flag ``broken``.
 
-        If the file cannot be decoded, ``broken`` is True and a black image is returned.
+        If the file cannot be read or decoded, ``broken`` is True and a black image is returned.
         """
         path = self.paths[index]
         try:
             image, broken = decode_file(path, self.mode), False
-        except BrokenSampleError as error:
+        except (BrokenSampleError, OSError) as error:  # OSError: the file was removed, or may not be read
             log.warning("skipped: %s", error)
             image, broken = Image.new(self.mode, (64, 64)), True
         return {"image": self.transform(image), "index": index, "broken": broken}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from unicodedata import category
@@ -99,3 +100,23 @@ def shown(name: str | os.PathLike[str]) -> str:
     r"""Return a file name as printable text, with escapes such as ``\xe9`` for invalid UTF-8 and unprintable characters."""
     text = os.fsencode(name).decode("utf-8", "backslashreplace")
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def distinct_names(names: Sequence[str], reserved: Sequence[str] = ()) -> list[str]:
+    """Append its label to each class name that is also the name of a different class, as in ``crane (134)``.
+
+    Args:
+        names: class names in the order of their labels, 0 for the first.
+        reserved: further names that no class may have.
+
+    Returns:
+        Names in the same order, which all differ from each other and from ``reserved``.
+    """
+    results = list(names)
+    while True:
+        counts = Counter([*reserved, *results])
+        equal = [label for label, name in enumerate(names) if counts[results[label]] > 1 and results[label] == name]
+        if not equal:
+            return results
+        for label in equal:  # the new name may be that of a class that has no label yet, such as `crane (134)`
+            results[label] = f"{names[label]} ({label})"

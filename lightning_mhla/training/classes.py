@@ -35,12 +35,23 @@ class NamesClasses(TrainingModule):
     label_names: list[str] | None = None
 
     def setup(self, stage: str) -> None:
-        """Read the names of the classes from the data module at the start of training. Other stages do not change them."""
+        """Read the names of the classes from the data module at the start of training. Other stages do not change them.
+
+        Raises:
+            ValueError: if the data has a different number of classes than the model.
+        """
         super().setup(stage)
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if stage == "fit":
             self.label_names = None  # those of an earlier fit
-            self.label_names = getattr(data, "class_names", None)
+            names = getattr(data, "class_names", None)
+            number = self.hparams.get("num_classes")
+            if names is not None and number is not None and len(names) != number:
+                raise ValueError(
+                    f"model.num_classes={number} does not fit the data, which has {len(names)} classes; give "
+                    f"--model.num_classes={len(names)}"
+                )
+            self.label_names = names
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Store the names of the classes in a checkpoint."""

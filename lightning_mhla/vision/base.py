@@ -13,7 +13,9 @@ from PIL import Image
 from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
+from lightning_mhla.system.listing import distinct_names
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.vision.preprocessing import Preprocessing
 
 
@@ -33,8 +35,10 @@ def taken_indices(indices: int | list[int] | None, count: int) -> list[int]:
     """
     if indices is None:
         return list(range(count))
-    requested = range(count - indices, count) if isinstance(indices, int) else indices
-    resolved = [index + count if index < 0 else index for index in requested]
+    if isinstance(indices, int):  # more maps than there are begin below 0, which must not count from the end
+        resolved = list(range(count - indices, count))
+    else:
+        resolved = [index + count if index < 0 else index for index in indices]
     if not resolved or not all(0 <= index < count for index in resolved):
         raise ValueError(f"indices={indices} must name maps of the {count} that the model has, counted from 0")
     return resolved
@@ -59,8 +63,10 @@ class ImageCheck(nn.Module):
         """Check the size of images ``[B, channels, H, W]``, and return the images unchanged.
 
         Raises:
-            ValueError: if the model does not support the size.
+            ValueError: if the images do not have four axes, or the model does not support their size.
         """
+        if images.ndim != 4:
+            raise ValueError(f"images are {list(images.shape)}; they must be [batch, channels, height, width]")
         self.check((images.shape[2], images.shape[3]))
         return images
 
@@ -145,17 +151,19 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
         """Compute the class probabilities of one image.
 
         Args:
-            image: an image, or the path of an image file. The method applies :attr:`preprocessing` to it.
+            image: an image, or the path of an image file, with the same result for both. The method applies
+                :attr:`preprocessing` to it.
             top: number of most probable classes to return; None for all classes.
 
         Returns:
-            Probabilities by class name, from the most to the least probable. If the model has no class names, the keys are
-            class numbers as strings.
+            Probabilities by class name, from the most to the least probable. Classes of the same name have their labels after
+            their names, as in ``crane (134)``. If the model has no class names, the keys are class numbers as strings.
 
         Raises:
             BrokenSampleError: if the file is not a readable image.
-            ValueError: if the model has no head or no preprocessing.
+            ValueError: if the model has no head or no preprocessing, or ``top`` is below 1.
         """
+        check_range(least=1, top=top)
         if self.num_classes == 0:
             raise ValueError(
                 "the model has no head (num_classes=0) to compute probabilities; call reset_classifier first"
@@ -164,17 +172,17 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
             raise ValueError(
                 "the model has no preprocessing for its images: load an export, or give class_names and preprocessing"
             )
-        if not isinstance(image, Image.Image):
-            from lightning_mhla.data.images import decode_file  # imports Lightning, which models do not need
+        from lightning_mhla.data.images import as_shown, decode_file  # imports Lightning, which models do not need
 
-            image = decode_file(Path(image), self.preprocessing.mode)
+        mode = self.preprocessing.mode
+        picture = as_shown(image.copy()) if isinstance(image, Image.Image) else decode_file(Path(image), mode)
         like, training = next(self.parameters()), self.training
-        pixels = self.preprocessing(image.convert(self.preprocessing.mode))[None].to(like.device, like.dtype)
+        pixels = self.preprocessing(picture.convert(mode))[None].to(like.device, like.dtype)
         try:
             probabilities = self.eval()(pixels).float().softmax(-1)[0]
         finally:
             self.train(training)
-        names = self.class_names or [str(number) for number in range(self.num_classes)]
+        names = distinct_names(self.class_names or [str(number) for number in range(self.num_classes)])
         order = probabilities.argsort(descending=True, stable=True)[:top].tolist()
         return {names[index]: float(probabilities[index]) for index in order}
 
@@ -229,8 +237,8 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
 
         Args:
             x: images, ``[B, channels, H, W]``.
-            indices: indices of feature maps, where negative ones count from the end; or a number n for the last n maps; or None
-                for all maps.
+            indices: indices of feature maps, which are returned in this order, where negative ones count from the end; or a
+                number n for the last n maps; or None for all maps.
             norm: whether to apply the model's final norm to the maps, if the model has one.
             stop_early: whether to skip layers after the last requested map. The returned features may then be unsuitable as the
                 input of the head.
@@ -265,10 +273,13 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
                 pooling.
 
         Raises:
-            ValueError: if ``num_classes`` is positive and ``global_pool`` is an empty string.
+            ValueError: if ``num_classes`` is negative, or is positive although there is no pooling.
         """
-        if num_classes > 0 and global_pool == "":
-            raise ValueError(f"num_classes={num_classes} needs pooling; leave global_pool empty for features only")
+        check_range(least=0, num_classes=num_classes)
+        if num_classes > 0 and (self.pool_name if global_pool is None else global_pool) == "":
+            raise ValueError(
+                f"num_classes={num_classes} needs pooling: give global_pool, such as 'avg', or num_classes=0 for features only"
+            )
         # From __dict__, because the constructor of some models calls this method before the attribute exists.
         if num_classes != self.__dict__.get("num_classes"):  # the names belong to the old classes
             self.class_names = None

@@ -48,6 +48,11 @@ class Preprocessing:
             raise ValueError(f"image_size={self.image_size} must be at least 1")
         if self.channels not in (1, 3):
             raise ValueError(f"channels={self.channels} must be 3, or 1 for grayscale images")
+        if self.mode == "L" and len(self.mean) + len(self.std) > 2:
+            raise ValueError(
+                f"mean={list(self.mean)} and std={list(self.std)} must have one value each for gray images (channels=1 and "
+                "crop_share=None)"
+            )
         if self.crop_share is not None and not 0 < self.crop_share <= 1:
             raise ValueError(f"crop_share={self.crop_share} must be above 0 and at most 1, which crops nothing")
         if not all(value > 0 for value in self.std):

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_mhla import AttentionConfig, Backbone
 from lightning_mhla.model.sizes import Shape, model_shape
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
 from lightning_mhla.vision.preprocessing import Preprocessing
 
@@ -107,6 +108,9 @@ class VisionTransformer(
     ) -> None:
         super().__init__()
         attention = as_dataclass(AttentionConfig, attention)
+        check_range(least=0, below=1, drop_path=drop_path)
+        if stem not in ("patch", "conv"):
+            raise ValueError(f"stem={stem!r} is not 'patch' or 'conv'")
         width, layers, number = model_shape(SIZES, size, dim, depth, heads)
         side = image_size if pad_to is None else pad_to
         if side < image_size or (side - image_size) % 2:

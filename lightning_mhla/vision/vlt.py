@@ -17,6 +17,7 @@ from typing_extensions import override
 from lightning_mhla.attention import Attention, AttentionConfig, BlockLayout, build_attention
 from lightning_mhla.model.sizes import both_sides
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.vision.base import ImageCheck, VisionModel, taken_indices
 from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.stages import StageConfig
@@ -207,6 +208,7 @@ class VLT(
     ) -> None:
         super().__init__()
         attention, stages = as_dataclass(AttentionConfig, attention), as_dataclass(StageConfig, stages)
+        check_range(least=0, below=1, drop_path=drop_path)
         self.config, self.num_classes, self.in_chans = stages, num_classes, channels
         dims, depths, heads, scales = (stages.of(name) for name in ("dims", "depths", "heads", "layer_scale"))
         grids = stages.grids(both_sides("image_size", image_size))
@@ -275,14 +277,13 @@ class VLT(
             The map of the last stage that ran, and the requested maps, ``[B, C, h, w]`` each, with C channels and h x w
             positions.
         """
-        x, maps = self.stem(images), []
+        x, outputs = self.stem(images), []
         for index, stage in enumerate(self.stages):
             if stop_early and index > max(map_indices):
                 break
             x = stage(x)
-            if index in map_indices:
-                maps.append(x)
-        return x, maps
+            outputs.append(x)
+        return x, [outputs[index] for index in map_indices]
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

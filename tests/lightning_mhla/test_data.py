@@ -436,6 +436,8 @@ def test_folder_of_images(tmp_path: Path) -> None:
     source = FolderImages(tmp_path, pil_to_tensor)
     assert [path.name for path in source.paths] == ["1.jpg", "2.JPG"]
     assert source[1]["image"].shape == (3, 12, 12)
+    (tmp_path / "1.jpg").unlink()
+    assert [source[index]["broken"] for index in range(2)] == [True, False], "the other images are still predicted"
 
 
 def test_a_sample_is_augmented_otherwise_in_every_epoch() -> None:

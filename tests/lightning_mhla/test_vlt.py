@@ -20,7 +20,7 @@ from lightning_mhla import AttentionConfig, BlockLayout
 from lightning_mhla.attention import build_attention
 from lightning_mhla.attention.positions import grid_angles
 from lightning_mhla.checkpoints.pretrained import Pretrained, adopt
-from lightning_mhla.vision import VLT, StageConfig
+from lightning_mhla.vision import VLT, StageConfig, VisionTransformer
 from lightning_mhla.vision.preprocessing import Preprocessing
 from lightning_mhla.vision.ravlt import from_ravlt, read_ravlt
 from lightning_mhla.vision.stages import RAVLT
@@ -533,3 +533,76 @@ def test_a_saved_model_has_the_head_that_it_has_now(name: str, tmp_path: Path) -
     model.prune_intermediate_layers([1])
     with pytest.raises(ValueError, match=r"layers were removed from the model, which config\.json cannot express"):
         model.save_pretrained(tmp_path / "pruned")
+
+
+def vit(**options: Any) -> VisionTransformer:
+    """Build a small vision transformer for images of 16 x 16 pixels and five classes."""
+    sizes: dict[str, Any] = {"dim": 16, "depth": 3, "heads": 2, "patch_size": 4, **options}
+    classes = sizes.pop("num_classes", 5)
+    torch.manual_seed(0)
+    return VisionTransformer(16, classes, AttentionConfig(block_grid=[2, 2]), **sizes)
+
+
+def test_maps_come_in_the_order_of_their_indices() -> None:
+    images = torch.randn(1, 3, *SIZE, dtype=torch.float64)
+    for model, x in ((vlt("mhla"), images), (vit().double(), images[:, :, :16, :16])):
+        _, maps = model.forward_intermediates(x)
+        chosen = model.forward_intermediates(x, [2, 0, -2], intermediates_only=True)
+        for taken, index in zip(chosen, (2, 0, 1), strict=True):
+            torch.testing.assert_close(taken, maps[index])
+        with pytest.raises(ValueError, match="indices=4 must name maps of the 3 that the model has"):
+            model.forward_intermediates(x, 4)
+
+
+@pytest.mark.parametrize("kind", ["transparent", "16 bits", "on its side"])
+def test_an_opened_image_is_predicted_like_its_file(kind: str, tmp_path: Path) -> None:
+    model = vit()
+    nn.init.normal_(model.head.weight)
+    model.describe(None, Preprocessing(16))
+    file = tmp_path / "image.png"
+    levels = torch.arange(16 * 16).view(16, 16)
+    image = {
+        "transparent": Image.new("RGBA", (16, 16), (10, 20, 30, 0)),
+        "16 bits": Image.fromarray((levels * 256).to(torch.uint16).numpy()),
+        "on its side": Image.fromarray(levels.to(torch.uint8).numpy()),
+    }[kind]
+    exif = Image.Exif()
+    if kind == "on its side":
+        exif[0x0112] = 6
+    image.save(file, exif=exif)
+    opened = Image.open(file)
+    assert model.predict(opened) == model.predict(file)
+    assert opened.getexif() == Image.open(file).getexif(), "the image of the caller is unchanged"
+
+
+def test_every_class_of_a_name_is_predicted() -> None:
+    model = vit()
+    model.describe(["crane", "crane", "owl", "jay", "tit"], Preprocessing(16))
+    image = Image.new("RGB", (16, 16))
+    assert sum(model.predict(image).values()) == pytest.approx(1)
+    assert set(model.predict(image)) == {"crane (0)", "crane (1)", "owl", "jay", "tit"}
+    assert len(model.predict(image, top=2)) == 2
+    for top in (0, -1):
+        with pytest.raises(ValueError, match=f"top={top} must be at least 1"):
+            model.predict(image, top=top)
+
+
+def test_what_a_model_cannot_do_is_an_error() -> None:
+    model = vit(num_classes=0, global_pool="")
+    with pytest.raises(ValueError, match="num_classes=5 needs pooling"):
+        model.reset_classifier(5)
+    with pytest.raises(ValueError, match="num_classes=-1 must be at least 0"):
+        model.reset_classifier(-1)
+    for network in (model, VLT(SIZE, 7, AttentionConfig(**RAVLT), SMALL)):
+        with pytest.raises(
+            ValueError, match=r"images are \[3, 16, 16\]; they must be \[batch, channels, height, width\]"
+        ):
+            network(torch.rand(3, 16, 16))
+    with pytest.raises(ValueError, match="stem='cnov' is not 'patch' or 'conv'"):
+        vit(stem="cnov")
+    with pytest.raises(ValueError, match=r"drop_path=1\.5 must be at least 0 and below 1"):
+        vit(drop_path=1.5)
+    with pytest.raises(ValueError, match=r"drop_path=1\.5 must be at least 0 and below 1"):
+        VLT(SIZE, 7, AttentionConfig(**RAVLT), SMALL, drop_path=1.5)
+    with pytest.raises(ValueError, match="must have one value each for gray images"):
+        Preprocessing(8, channels=1, crop_share=None)

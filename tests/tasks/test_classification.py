@@ -22,6 +22,7 @@ from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
 from PIL import Image
 from processes import fork_server
+from torch.utils.data import DataLoader
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.callbacks import LearningCurves
@@ -445,3 +446,77 @@ def test_every_step_draws_numbers_of_its_own() -> None:
     trainer = Trainer(max_epochs=2, callbacks=[draw], limit_val_batches=0, **QUIET)
     trainer.fit(classifier(), datamodule=Digits(batch_size=256))
     assert len(set(draw.drawn)) == len(draw.drawn) == 10
+
+
+PLAIN = AugmentConfig(auto_augment=None, random_erasing=0.0, color_jitter=0.0)
+
+
+def of_photos(**options: Any) -> ImageClassifier:
+    return classifier(**{"num_classes": 2, "image_size": 32, "channels": 3, "patch_size": 8, **options})
+
+
+def photos(folder: Path, names: tuple[str, str], **options: Any) -> ImageNetShards:
+    """Write photographs of two classes with the given names, and return their data module."""
+    photo_folder(folder)
+    for label, name in enumerate(names):
+        (folder / f"class{label}").rename(folder / name)
+    defaults: dict[str, Any] = {"batch_size": 4, "num_workers": 0, "image_size": 32, "augment": PLAIN}
+    return ImageNetShards(str(folder), str(folder), **{**defaults, **options})
+
+
+def test_a_second_fit_has_the_names_and_the_preprocessing_of_its_own_data(tmp_path: Path) -> None:
+    model, trainer = of_photos(), Trainer(max_steps=1, **QUIET)
+    trainer.fit(model, datamodule=photos(tmp_path / "first", ("cat", "dog")))
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    again = ImageClassifier.load_from_checkpoint(tmp_path / "first.ckpt", weights_only=True)
+    assert again.class_names == ["cat", "dog"]
+    second = photos(tmp_path / "second", ("apple", "pear"))
+    Trainer(max_steps=1, **QUIET).fit(again, datamodule=second)
+    assert again.class_names == ["apple", "pear"]
+    loader = DataLoader([{"image": torch.rand(3, 32, 32), "label": 1}])
+    Trainer(max_steps=1, **QUIET).fit(again, train_dataloaders=loader)
+    assert again.class_names == ["0", "1"]
+    assert again.preprocessing is None, "that of the earlier data would transform images wrongly"
+
+
+def test_numbers_of_classes_and_channels_are_those_of_the_data(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.num_classes=5 does not fit the data, which has 2 classes"):
+        Trainer(max_steps=1, **QUIET).fit(of_photos(num_classes=5), datamodule=photos(tmp_path, ("cat", "dog")))
+    for option, wanted in (({"num_classes": 5}, "num_classes=10"), ({"channels": 3}, "channels=1")):
+        with pytest.raises(ValueError, match=f"does not fit the data, which has {wanted}"):
+            Trainer(max_steps=1, **QUIET).fit(classifier(**option), datamodule=Digits(batch_size=64))
+
+
+def test_an_unknown_augmentation_is_named(tmp_path: Path) -> None:
+    data = photos(tmp_path, ("cat", "dog"), augment=AugmentConfig(auto_augment="rand-q9"))
+    with pytest.raises(
+        ValueError, match=r"augment\.auto_augment='rand-q9' is not a policy of timm \(Unknown RandAugment"
+    ):
+        data.source("train")
+
+
+def test_mixing_leaves_the_batch_alone() -> None:
+    images = torch.rand(4, 1, 8, 8)
+    unmixed = images.clone()
+    mixed, _ = classifier(mixup=MixupConfig(mixup=0.8)).mixed(images, torch.arange(4))
+    assert torch.equal(images, unmixed)
+    assert not torch.equal(mixed, unmixed)
+
+
+@pytest.mark.parametrize("mixup", [0.0, 0.8])
+def test_the_loss_of_half_precision_is_not_rounded(mixup: float) -> None:
+    model = classifier(mixup=MixupConfig(mixup=mixup))
+    scores = torch.randn(64, 10, generator=torch.Generator().manual_seed(0)).bfloat16()
+    labels = torch.eye(10)[torch.arange(64) % 10] if mixup else torch.arange(64) % 10
+    loss = model.label_loss(scores, labels)
+    assert loss.dtype == torch.float32
+    targets = labels.double() if mixup else labels
+    torch.testing.assert_close(loss.double(), torch.nn.functional.cross_entropy(scores.double(), targets))
+
+
+def test_images_that_a_limit_leaves_out_are_not_called_broken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for number in range(5):
+        Image.new("L", (8, 8), 20 * number).save(tmp_path / f"{number}.png")
+    trainer = Trainer(limit_predict_batches=1, default_root_dir=tmp_path / "run", **QUIET)
+    trainer.predict(classifier(), datamodule=Digits(batch_size=2, predict_dir=str(tmp_path)), return_predictions=False)
+    assert "3 files were not read (trainer.limit_predict_batches); their rows are empty" in caplog.text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -12,6 +13,7 @@ from grouped import grouped
 from lightning import LightningDataModule, Trainer
 from mhla_tasks.classification import TimmClassifier
 from mhla_tasks.classification.export import loading, write
+from PIL import Image
 from torch.utils.data import DataLoader
 
 from lightning_mhla import AttentionConfig, load_swapped
@@ -20,6 +22,7 @@ from lightning_mhla.swap.adapters import LoraOptions
 from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.loading import load_module
 from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.vision.preprocessing import Preprocessing
 
 SIZES: dict[str, Any] = {
     "model": "vit_tiny_patch16_224",
@@ -145,17 +148,54 @@ def test_layers_are_measured_one_by_one(trained: Path) -> None:
 
 
 def test_what_does_not_fit_is_said_in_one_line(trained: Path) -> None:
-    with pytest.raises(ValueError, match="are for a model whose attention is replaced: give attention"):
-        classifier(train="lora")
+    for options in ({"train": "lora"}, {"lora": LoraOptions(2, 2)}):
+        with pytest.raises(ValueError, match="are for a model whose attention is replaced: give attention"):
+            classifier(**options)
     with pytest.raises(ValueError, match="timm builds no model 'vit_nowhere' with"):
         classifier(model="vit_nowhere")
     with pytest.raises(ValueError, match="timm builds no model 'vit_tiny_patch16_224' with"):
         classifier(model_args={"widths": 3})
+    with pytest.raises(
+        ValueError, match=r"timm builds no model 'vit_tiny_patch16_224' with .*'norm_layer': 'none such'"
+    ):
+        classifier(model_args={"norm_layer": "none such"})
+    windows = {"embed_dim": 16, "depths": [1, 1], "num_heads": [1, 1]}
+    with pytest.raises(ValueError, match="model=swin_tiny_patch4_window7_224 has no list of blocks"):
+        classifier(model="swin_tiny_patch4_window7_224", image_size=56, model_args=windows).layers()
     other = classifier(pretrained=str(trained), model_args={**SIZES["model_args"], "embed_dim": 64})
     with pytest.raises(ValueError, match="does not match the model or its attention: pos_embed is"):
         other.configure_model()
     with pytest.raises(FileNotFoundError, match="nowhere is no checkpoint, no run and no folder with safetensors"):
         classifier(pretrained="nowhere").configure_model()
+
+
+def test_pixels_beyond_the_last_patch_are_named(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    fit(classifier(), 1, tmp_path)
+    assert "patches" not in caplog.text
+    fit(classifier(model_args={**SIZES["model_args"], "patch_size": 10}), 1, tmp_path)
+    assert (
+        "images of 24 x 24 pixels are not divided into patches of 10 x 10: the model does not read the last 4"
+        in caplog.text
+    )
+
+
+@pytest.mark.parametrize(
+    "preprocessing",
+    [
+        Preprocessing(24, channels=1, crop_share=None, mean=(0.1,), std=(0.3,)),
+        Preprocessing(24, crop_share=0.8, std=(0.2, 0.3, 0.4)),
+    ],
+    ids=["stretched", "cropped"],
+)
+def test_timm_transforms_images_as_the_export_was_trained(preprocessing: Preprocessing, tmp_path: Path) -> None:
+    model = classifier(channels=preprocessing.channels)
+    model.preprocessing = preprocessing
+    write(model, tmp_path)
+    exported = timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+    transform = timm.data.create_transform(**timm.data.resolve_data_config(model=exported))
+    pixels = np.random.default_rng(0).integers(0, 256, (30, 50, 3), np.uint8)
+    image = Image.fromarray(pixels).convert(preprocessing.mode)
+    torch.testing.assert_close(transform(image), preprocessing(image))
 
 
 def test_adapters_of_eva_take_part(trained: Path) -> None:

@@ -129,11 +129,15 @@ class Classifier(NamesClasses):
 
     @override
     def setup(self, stage: str) -> None:
-        """Store the class names and the image preprocessing of the data module at the start of training."""
+        """Store the class names and the image preprocessing of the data module at the start of training.
+
+        Those of an earlier fit, or of the checkpoint that the weights come from, are discarded.
+        """
         super().setup(stage)
-        preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
-        if stage == "fit" and isinstance(preprocessing, Preprocessing):
-            self.preprocessing = preprocessing
+        if stage == "fit":  # Lightning restores those of a checkpoint to resume from after this hook
+            preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
+            self.preprocessing = preprocessing if isinstance(preprocessing, Preprocessing) else None
+            self._shown_names = self.hparams["class_names"]
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -193,7 +197,7 @@ class Classifier(NamesClasses):
                 f"mixup and cutmix pair the images of a batch, but each process has {len(images)}; use a batch_size "
                 "that gives each process an even number"
             )
-        images, labels = self.mixup(images, labels)
+        images, labels = self.mixup(images.clone(), labels)  # timm mixes in place, also in data that is read again
         return images, labels
 
     def label_loss(self, scores: Tensor, labels: Tensor) -> Tensor:
@@ -207,6 +211,7 @@ class Classifier(NamesClasses):
         Returns:
             Scalar loss.
         """
+        scores = scores.float()  # a loss in bfloat16 would have two or three digits
         if self.mixup is not None:  # mixed labels are probabilities that are smoothed already
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)
@@ -232,7 +237,7 @@ class Classifier(NamesClasses):
             * ``probability``: class probabilities, ``[n, num_classes]``.
             * ``index``: sample indices, ``[n]``.
         """
-        probabilities = self(batch["image"]).softmax(-1)
+        probabilities = self(batch["image"]).float().softmax(-1)
         decoded = batch["valid"] & ~batch["broken"] if "broken" in batch else batch["valid"]
         return {"probability": probabilities[decoded], "index": batch["index"][decoded]}
 
@@ -242,11 +247,12 @@ class Classifier(NamesClasses):
         scores, labels = all_scores[valid], batch["label"][valid]
         metrics = self.val_metrics if stage == "val" else self.test_metrics
         if len(labels):
-            metrics["loss"].update(F.cross_entropy(scores, labels, reduction="none"))
+            metrics["loss"].update(F.cross_entropy(scores.float(), labels, reduction="none"))
             metrics["samples"].update(torch.ones_like(labels))
             for name in ("accuracy", "accuracy_top5"):
                 if name in metrics:
                     metrics[name].update(scores, labels)
+        # Also if the batch is only padding: all processes have to log, because the metrics are synchronized between them.
         for name, metric in metrics.items():
             self.log(f"{stage}/{name}", metric, on_epoch=True, prog_bar=name == "accuracy", batch_size=len(valid))
         return all_scores

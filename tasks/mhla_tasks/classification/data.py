@@ -18,6 +18,7 @@ from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range
+from lightning_mhla.system.untrusted import BROKEN, reason
 from lightning_mhla.vision.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 
@@ -47,6 +48,7 @@ class Digits(ResumableDataModule):
         super().__init__(batch_size, num_workers, seed)
         self.save_hyperparameters(ignore=["predict_dir"])
         self.augment, self.predict_dir = augment, predict_dir
+        self.num_classes, self.channels = 10, 1
 
     @override
     def source(self, stage: str) -> SampleSource:
@@ -193,18 +195,24 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         from timm import data as timm_data  # imports all of timm's models
 
         create_transform = timm_data.create_transform
-        transform = create_transform(
-            self.image_size,
-            is_training=True,
-            auto_augment=self.augment.auto_augment,
-            color_jitter=self.augment.color_jitter,
-            re_prob=self.augment.random_erasing,
-            scale=(self.augment.min_scale, 1.0),
-            hflip=self.augment.horizontal_flip,
-            interpolation=self.augment.interpolation,
-            mean=self.mean,
-            std=self.std,
-        )
+        try:
+            transform = create_transform(
+                self.image_size,
+                is_training=True,
+                auto_augment=self.augment.auto_augment,
+                color_jitter=self.augment.color_jitter,
+                re_prob=self.augment.random_erasing,
+                scale=(self.augment.min_scale, 1.0),
+                hflip=self.augment.horizontal_flip,
+                interpolation=self.augment.interpolation,
+                mean=self.mean,
+                std=self.std,
+            )
+        except BROKEN as error:  # the policy is the only option that is not checked before
+            raise ValueError(
+                f"augment.auto_augment={self.augment.auto_augment!r} is not a policy of timm ({reason(error)}); write one such "
+                "as rand-m9-mstd0.5-inc1, or null"
+            ) from error
         # create_transform has no option for a different posterize operation, so it is replaced in each RandAugment step.
         for step in transform.transforms:
             for operation in getattr(step, "ops", ()):

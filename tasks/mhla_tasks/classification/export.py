@@ -68,10 +68,12 @@ def _is_timm(module: Classifier | LinearizedImageEncoder) -> bool:
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to the data configuration of a timm model; return None if timm cannot represent them."""
-    if preprocessing is None or preprocessing["crop_share"] is None:
+    """Convert preprocessing options to the data configuration of a timm model; return None if they are not known."""
+    if preprocessing is None:
         return None
-    crop = {"crop_pct": preprocessing["crop_share"], "interpolation": "bicubic"}
+    crop = {"crop_pct": preprocessing["crop_share"], "crop_mode": "center", "interpolation": "bicubic"}
+    if preprocessing["crop_share"] is None:  # stretched to a square
+        crop = {"crop_pct": 1.0, "crop_mode": "squash", "interpolation": "box"}
     return {**crop, "mean": tuple(preprocessing["mean"]), "std": tuple(preprocessing["std"])}
 
 

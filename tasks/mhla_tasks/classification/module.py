@@ -94,7 +94,6 @@ class ImageClassifier(Classifier):
     ) -> None:
         num_classes = known_classes(num_classes)
         super().__init__(num_classes, class_names, label_smoothing, mixup, training)
-        check_range(least=0, below=1, drop_path=drop_path)
         attention, shape = as_dataclass(AttentionConfig, attention), as_dataclass(VisionShape, shape, "shape")
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)

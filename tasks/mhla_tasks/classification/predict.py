@@ -6,7 +6,6 @@ import csv
 import io
 import logging
 import re
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, run_folder, shown_place
-from lightning_mhla.system.listing import shown, without_controls
+from lightning_mhla.system.listing import distinct_names, shown, without_controls
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class PredictionTable(Callback):
         names: list[str] = pl_module.class_names  # type: ignore[assignment]
         stream = io.StringIO()
         writer = csv.writer(stream)
-        names = _distinct([_cell(name) for name in names])
+        names = distinct_names([_cell(name) for name in names], COLUMNS)
         writer.writerow([*COLUMNS, *names])
         for index, file in images.items():
             image = _cell(shown(file)) if isinstance(file, Path) else file
@@ -69,22 +68,10 @@ class PredictionTable(Callback):
         write_whole(path, stream.getvalue())
         log.info("%d predictions written to %s", len(rows), shown_place(trainer, path))
         if len(rows) < len(images):
-            limited = trainer.limit_predict_batches != 1.0
-            broken = "are not images that can be decoded, see above"
+            limited = sum(trainer.num_predict_batches) < len(loader)
+            broken = "are not images that can be read, see above"
             cause = "were not read (trainer.limit_predict_batches)" if limited else broken
             log.warning("%d files %s; their rows are empty", len(images) - len(rows), cause)
-
-
-def _distinct(names: list[str]) -> list[str]:
-    """Append its label to each class name that is also the heading of a different column of the table."""
-    headings = list(names)
-    while True:
-        counts = Counter([*COLUMNS, *headings])
-        equal = [label for label, name in enumerate(names) if counts[headings[label]] > 1 and headings[label] == name]
-        if not equal:
-            return headings
-        for label in equal:  # the new heading may be the name of a class that has no label yet, such as `crane (134)`
-            headings[label] = f"{names[label]} ({label})"
 
 
 def _cell(name: str) -> str:

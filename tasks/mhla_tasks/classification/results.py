@@ -7,7 +7,6 @@ import heapq
 import io
 import json
 from collections import Counter
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.callbacks.class_tables import CLASSES
-from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.data.images import LabelledImages, ShardImages
+from lightning_mhla.data.images import LabelledFolder, ShardImages
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
+from lightning_mhla.system.listing import shown
 from lightning_mhla.vision.preprocessing import Preprocessing
 
 MISTAKES = 12
@@ -123,11 +122,7 @@ def _sample_name(trainer: Trainer, index: int) -> str:
     source = getattr(trainer.val_dataloaders, "source", None)
     if isinstance(source, ShardImages):  # not the URL of the shard, which may hold a secret
         return source.reader.name(index)
-    if not isinstance(source, LabelledImages):
-        return ""
-    with suppress(BrokenSampleError):  # the file was removed in the meantime
-        return source.encoded(index)[1].rpartition("/")[2]
-    return ""
+    return shown(source.labelled[index][0].name) if isinstance(source, LabelledFolder) else ""
 
 
 def encoded_picture(image: Tensor, data: Any) -> str:

@@ -7,6 +7,7 @@ transfer). Afterwards, the model or low-rank adapters in it are trained on the l
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,13 @@ from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_traine
 from lightning_mhla.swap.loading import give_weights
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
+from lightning_mhla.system.untrusted import BROKEN, reason
 from lightning_mhla.training.classes import known_classes
 from lightning_mhla.training.linearize import DistilledLinearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
 from mhla_tasks.classification.base import Classifier, MixupConfig
+
+log = logging.getLogger(__name__)
 
 PUBLISHED = "timm"
 """Value of ``pretrained`` that selects the weights that timm publishes."""
@@ -98,9 +102,14 @@ class TimmClassifier(Classifier):
         if attention is not None:
             swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
             choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
-        elif layer_kinds is not None or train != "all" or self.distillation != TransferOptions():
+        elif (
+            layer_kinds is not None
+            or train != "all"
+            or self.distillation != TransferOptions()
+            or as_dataclass(LoraOptions, lora, "lora") != LoraOptions()
+        ):
             raise ValueError(
-                "layer_kinds, train and distillation are for a model whose attention is replaced: give attention"
+                "layer_kinds, train, lora and distillation are for a model whose attention is replaced: give attention"
             )
 
     def build(self, published: bool = False) -> Any:
@@ -121,12 +130,18 @@ class TimmClassifier(Classifier):
         options = {"img_size": hparams["image_size"], "in_chans": hparams["channels"], **(hparams["model_args"] or {})}
         try:
             return timm.create_model(hparams["model"], published, num_classes=hparams["num_classes"], **options)
-        except (RuntimeError, TypeError, AssertionError) as error:
-            raise ValueError(f"timm builds no model {hparams['model']!r} with {options}: {error}") from error
+        except BROKEN as error:
+            raise ValueError(f"timm builds no model {hparams['model']!r} with {options}: {reason(error)}") from error
 
     @override
     def layers(self) -> list[nn.Module]:
-        return list(self.network.blocks)
+        blocks = getattr(self.network, "blocks", None)
+        if blocks is None:
+            raise ValueError(
+                f"model={self.hparams['model']} has no list of blocks, which compile, layer_decay and sharding need; choose a "
+                "vision transformer such as vit_small_patch16_224"
+            )
+        return list(blocks)
 
     @override
     def start_from(self, pretrained: str) -> None:
@@ -165,7 +180,12 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Check that the model supports the distillation options, and load the teacher model if one is configured."""
+        """Check that the model supports the distillation options, and load the teacher model if one is configured.
+
+        A warning is logged if patches do not cover the images.
+        """
+        if self.trainer.is_global_zero:
+            _check_patches(self.network, self.hparams["image_size"])
         self.linearization.start(self, self.read_teacher)
 
     @override
@@ -182,6 +202,29 @@ class TimmClassifier(Classifier):
         images, labels = self.mixed(images, labels)
         scores = self(images)
         return self.linearization.distilled_loss(self, self.label_loss(scores, labels), scores, images)
+
+
+def _check_patches(network: Any, side: int) -> None:
+    """Log a warning if the patches of a timm model leave out pixels at the edge of square images.
+
+    This is not an error, because published models such as SigLIP were trained in this way.
+
+    Args:
+        network: timm model.
+        side: side of the images, in pixels.
+    """
+    from timm.layers import PatchEmbed  # imports a large part of timm
+
+    embedding = getattr(network, "patch_embed", None)
+    if not isinstance(embedding, PatchEmbed) or embedding.dynamic_img_pad:
+        return
+    height, width = embedding.patch_size
+    if side % height or side % width:
+        log.warning(
+            "images of %d x %d pixels are not divided into patches of %d x %d: the model does not read the last %d rows and %d "
+            "columns; choose a multiple of the patch size as image_size, or another patch_size in model_args",
+            side, side, height, width, side % height, side % width,
+        )  # fmt: skip
 
 
 def _run_layers(network: Any, images: Tensor) -> None:
