@@ -434,43 +434,53 @@ def test_the_guide_shows_smollm2_trained_on_longer_samples() -> None:
 def test_the_guide_shows_the_learning_curve_of_smollm2() -> None:
     root = Path(__file__).parents[1]
     text = (root / "docs/guides/linearize.md").read_text()
-    softmax, linear = (
-        json.loads((root / f"benchmarks/results/real-language/{name}-seed-0-curve-5-60-and-480-steps.json").read_text())
-        for name in ("softmax", "mhla_window-256")
+    softmax, linear, mixed, shorter, widest = (
+        json.loads((root / f"benchmarks/results/real-language/{name}-steps.json").read_text())
+        for name in (
+            "softmax-seed-0-curve-5-60-and-480",
+            "mhla_window-256-seed-0-curve-5-60-and-480",
+            "mhla_window-256-seed-0-0.25-kept-curve-5-60-and-480",
+            "mhla_window-256-seed-0-0.25-kept-curve-4-60-and-240",
+            "mhla_window-512-seed-0-curve-5-60-and-480",
+        )
     )
-    assert list(softmax["steps"]) == list(linear["steps"]) == ["30", "60", "120", "240", "480"]
-    distances = []
+    assert list(softmax["steps"]) == list(linear["steps"]) == list(mixed["steps"]) == ["30", "60", "120", "240", "480"]
+
+    def distance(row: dict[str, Any], step: str) -> list[float]:
+        return [row["steps"][step][tokens][0] / softmax["steps"][step][tokens][0] - 1 for tokens in ("1024", "4096")]
+
     for step, original in softmax["steps"].items():
-        replaced = linear["steps"][step]
-        cells = [f"{row['1024'][0]:.2f}, {row['4096'][0]:.2f}" for row in (original, replaced)]
-        distances.append([replaced[tokens][0] / original[tokens][0] - 1 for tokens in ("1024", "4096")])
-        cells.append(", ".join(f"{distance:.1%}" for distance in distances[-1]))
+        cells = [f"{original['1024'][0]:.2f}, {original['4096'][0]:.2f}"]
+        for row in (linear, mixed):
+            cells.append(", ".join(f"{row['steps'][step][tokens][0]:.2f}" for tokens in ("1024", "4096")))
+            cells.append(", ".join(f"{value:.1%}" for value in distance(row, step)))
         assert f"| {int(step) * 1024:,} | {' | '.join(cells)} |" in text, step
     tokens = np.log([int(step) * 1024 for step in softmax["steps"]])
-    slope, offset = np.polyfit(tokens[-3:], [far for _, far in distances[-3:]], 1)
+    slope, offset = np.polyfit(tokens[-3:], [distance(linear, step)[1] for step in list(softmax["steps"])[-3:]], 1)
     assert f"reaches zero at {np.exp(-offset / slope) / 1e6:.1f} million tokens" in text
-    first, *_, last = (
-        [
-            one / other - 1
-            for one, other in zip(linear["steps"][step]["4096"], softmax["steps"][step]["4096"], strict=True)
-        ]
-        for step in softmax["steps"]
-    )
+
+    def by_position(row: dict[str, Any], step: str) -> list[float]:
+        pairs = zip(row["steps"][step]["4096"], softmax["steps"][step]["4096"], strict=True)
+        return [one / other - 1 for one, other in pairs]
+
+    first, last = by_position(linear, "30"), by_position(linear, "480")
     assert f"{-last[1]:.0%} ahead in the first quarter of the positions, and {last[4]:.0%} behind in the last" in text
     assert f"({first[4]:.0%} after 30,720 tokens)" in text
-    mixed = json.loads(
-        (
-            root / "benchmarks/results/real-language/mhla_window-256-seed-0-0.25-kept-curve-4-60-and-240-steps.json"
-        ).read_text()
-    )
-    parts = [
-        ", ".join(f"{row[tokens][0] / softmax['steps'][step][tokens][0] - 1:.1%}" for tokens in ("1024", "4096"))
-        for step, row in mixed["steps"].items()
+    near, far = distance(mixed, "480")
+    end = by_position(mixed, "480")[4]
+    assert f"end {-near:.1%} ahead at 1,024 tokens and {far:.1%} behind at 4,096, where the last quarter" in text
+    assert f"the last quarter of the positions is {end:.0%} behind" in text
+    near, far = distance(shorter, "240")
+    assert f"ended {near:.1%} and {far:.1%} behind" in text
+    assert (linear["device"], softmax["device"], shorter["device"]) == ("AMD EPYC",) * 3
+    assert "Xeon" in mixed["device"]
+    assert widest["tune"]["steps"] == 30
+    near, far = (widest["tuned"][tokens][0] for tokens in ("1024", "4096"))
+    assert f"after 30,720 tokens, perplexity is {near:.2f} at 1,024 tokens, but {far:.2f} at 4,096" in text
+    minutes = [
+        sum(row[part]["seconds"] for part in ("match", "tune") if part in row) / 60 for row in (softmax, linear, mixed)
     ]
-    assert f"are {'; '.join(parts[:-1])}; and {parts[-1]}: a perplexity of {mixed['tuned']['1024'][0]:.2f} and " in text
-    assert f"and {mixed['tuned']['4096'][0]:.2f}." in text
-    minutes = [sum(row[part]["seconds"] for part in ("match", "tune") if part in row) / 60 for row in (softmax, linear)]
-    assert f"{minutes[0]:.0f} and {minutes[1]:.0f} processor minutes" in text
+    assert f"{minutes[0]:.0f}, {minutes[1]:.0f} and {minutes[2]:.0f} processor minutes" in text
 
 
 def test_the_guide_shows_smollm2_by_seed() -> None:
