@@ -153,7 +153,7 @@ class Cluster:
 
     def _configure(self) -> str:
         first = _free_ports(PORTS)
-        text = CONFIGURATION.replace("\\\n", "").format(
+        text = CONFIGURATION.format(
             host=self.nodes[0],
             second=self.nodes[1],
             user=pwd.getpwuid(os.geteuid()).pw_name,

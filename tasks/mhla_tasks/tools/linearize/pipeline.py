@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import yaml
 
+from lightning_mhla.checkpoints.choice import best_checkpoint
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
@@ -220,9 +221,11 @@ class Pipeline:
         target = str(self.target.resolve())
         if self.results.get("exported") == target and (self.target / "config.json").is_file():
             return
-        folder = self.work / "tuning" / "checkpoints"
-        # ModelCheckpoint keeps one file beside the last state: the best by the metric that the run monitors
-        checkpoint = max(folder.glob("epoch=*-step=*.ckpt"), default=folder / "last.ckpt")
+        run = self.work / "tuning"
+        try:
+            checkpoint = best_checkpoint(run)
+        except FileNotFoundError:  # a run that never validated has no best state
+            checkpoint = run / "checkpoints" / "last.ckpt"
         self._lightning(["export", str(checkpoint), str(self.target)], "export")
         self._keep(exported=target)
 
