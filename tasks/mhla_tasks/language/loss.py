@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 IGNORED = -100
 """Target that adds nothing to the loss, as in torch and transformers."""
@@ -122,6 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total / counted
 
     @staticmethod
+    @once_differentiable  # the gradients that were computed in the forward pass have no history
     def backward(ctx: Any, *grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         to_hidden, to_weight, counted = ctx.saved_tensors
         factor = grad[0].float() / counted
