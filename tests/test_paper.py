@@ -261,6 +261,14 @@ def test_the_readme_shows_the_committed_figures() -> None:
     assert len(accuracies) >= 4
     for name, accuracy in accuracies:
         assert accuracy == spread([row["accuracy"] for row in images[name]], 1, 100), name
+    longest = [
+        json.loads((root / f"benchmarks/results/real-language/{name}-curve-5-60-and-480-steps.json").read_text())[
+            "tuned"
+        ]
+        for name in ("softmax-seed-0", "mhla_window-256-seed-0", "mhla_window-256-seed-0-0.25-kept")
+    ]
+    ends = "{:.2f}; {:.2f}; 22 layers {:.2f}".format(*(row["4096"][0] for row in longest))
+    assert f"after 491,520 training tokens with blocks of 256 ({ends})" in text
     shown = {
         "SmolLM2-135M": "mhla_window",
         "22 of 30 layers": "mhla_window",
