@@ -11,6 +11,7 @@ from lightning import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_mhla.checkpoints.weights import LIVE, load_weights
+from lightning_mhla.system.modes import evaluation_mode
 from lightning_mhla.system.sharding import is_shard, is_sharded_module
 from lightning_mhla.system.torch_private import foreach_add_, foreach_copy_, foreach_mul_
 
@@ -21,7 +22,7 @@ class ExponentialMovingAverage(Callback):
     Validation uses the average. In a checkpoint, ``state_dict`` holds the average and ``current_model_state`` the trained
     weights. These keys are the same as in checkpoints of Lightning's ``EMAWeightAveraging``, which copies the module and
     therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers and frozen weights
-    are not averaged.
+    are not averaged. The average of weights in half precision is kept in float32, in which small updates are not rounded away.
 
     Args:
         decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without
@@ -38,11 +39,12 @@ class ExponentialMovingAverage(Callback):
         self._average: dict[str, Tensor] = {}
         self._updated = 0
         self._steps = 0
-        self._swapped = False
+        self._trained: list[Tensor] | None = None
+        """Copies of the trained weights while the module has their average, and None otherwise."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the moving average that an earlier fit with this callback left behind."""
-        self._average, self._updated, self._steps, self._swapped = {}, 0, 0, False
+        self._average, self._updated, self._steps, self._trained = {}, 0, 0, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Initialize the average with a copy of the current weights, unless a checkpoint supplied the average."""
@@ -72,17 +74,16 @@ class ExponentialMovingAverage(Callback):
         foreach_copy_(weights, averages)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Swap the module's trained weights with their average, so that validation uses the average."""
-        self._swap(pl_module)
+        """Give the module the average of its weights, so that validation uses the average."""
+        self._use_average(pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the trained weights after validation."""
-        self._swap(pl_module)
+        self._use_trained(pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Restore the trained weights if an exception interrupted a validation, before other callbacks save a checkpoint."""
-        if self._swapped:
-            self._swap(pl_module)
+        self._use_trained(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer step at which the average was last updated, for the checkpoint."""
@@ -119,6 +120,11 @@ class ExponentialMovingAverage(Callback):
         if trainer.state.fn != "fit":
             return
         self._average = _copies(pl_module)
+        # The module holds rounded averages if its weights have half precision; those in the checkpoint are exact.
+        saved = checkpoint.get("state_dict") or {}
+        for name, average in self._average.items():
+            if name in saved and average.dtype == saved[name].dtype and is_shard(average) == is_shard(saved[name]):
+                average.copy_(saved[name])
         if LIVE in checkpoint:
             self._steps = int(checkpoint["averaging_state"]["n_averaged"])
             load_weights(pl_module, checkpoint[LIVE])
@@ -126,20 +132,25 @@ class ExponentialMovingAverage(Callback):
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
         """Context manager in which the module has the averaged weights. On exit, its trained weights are restored."""
-        self._swap(pl_module)
+        if self._trained is not None:  # inside a validation, which restores them
+            yield
+            return
+        self._use_average(pl_module)
         try:
             yield
         finally:
-            self._swap(pl_module)
+            self._use_trained(pl_module)
 
-    def _swap(self, pl_module: LightningModule) -> None:
-        if self._average:
+    def _use_average(self, pl_module: LightningModule) -> None:
+        if self._average and self._trained is None:
             averages, weights = self._pairs(pl_module)
-            # Copied rather than computed, so that swapping back restores the trained weights bit by bit.
-            previous_averages = [tensor.clone() for tensor in averages]
-            foreach_copy_(averages, weights)
-            foreach_copy_(weights, previous_averages)
-            self._swapped = not self._swapped
+            self._trained = [tensor.clone() for tensor in weights]
+            foreach_copy_(weights, averages)
+
+    def _use_trained(self, pl_module: LightningModule) -> None:
+        if self._trained is not None:
+            foreach_copy_(self._pairs(pl_module)[1], self._trained)
+            self._trained = None
 
     def _pairs(self, pl_module: LightningModule) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averaged weights and the module's current weights, as two lists of tensors in the same order.
@@ -154,7 +165,16 @@ class ExponentialMovingAverage(Callback):
 
 def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
     _reshard(pl_module)
-    return {name: p.detach().clone() for name, p in pl_module.named_parameters() if p.requires_grad}
+    return {name: _exact(p.detach()) for name, p in pl_module.named_parameters() if p.requires_grad}
+
+
+def _exact(weight: Tensor) -> Tensor:
+    """Return a copy of a weight, in float32 if the weight has half precision.
+
+    With a decay of 0.999, an update of an average is smaller than the distance between numbers in bfloat16, so that the average
+    would never change.
+    """
+    return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight.clone()
 
 
 def _reshard(pl_module: LightningModule) -> None:
@@ -177,17 +197,12 @@ def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator
     """Context manager that puts a module in evaluation mode, with averaged weights if the trainer has them.
 
     The averaged weights come from an :class:`ExponentialMovingAverage` callback of the trainer. On exit, the module gets its
-    trained weights and its previous mode back.
+    trained weights back, and each of its modules its previous mode.
 
     Args:
         trainer: trainer whose callbacks are searched.
         pl_module: module to evaluate.
     """
     average = next((callback for callback in trainer.callbacks if isinstance(callback, ExponentialMovingAverage)), None)  # type: ignore[attr-defined]
-    training = pl_module.training
-    pl_module.eval()
-    try:
-        with average.average_weights(pl_module) if average is not None else nullcontext():
-            yield
-    finally:
-        pl_module.train(training)
+    with evaluation_mode(pl_module), average.average_weights(pl_module) if average is not None else nullcontext():
+        yield

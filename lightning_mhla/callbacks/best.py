@@ -53,6 +53,8 @@ class BestCheckpoints:
         self._removals: list[str] = []
         self.validated_step = -1
         """Optimizer step of the last validation; -1 before the first validation."""
+        self.validation_metrics: set[str] = set()
+        """Names of the metrics that validation has logged."""
 
     def adopt(self, trainer: Trainer) -> None:
         """Take over the writing and removal of checkpoints from a trainer's ModelCheckpoint callbacks.
@@ -81,7 +83,8 @@ class BestCheckpoints:
 
         This happens if training ends inside an epoch, without a validation of its last weights.
         """
-        validates = str(callback.monitor).startswith("val/")
+        name = str(callback.monitor)
+        validates = name.startswith("val/") or name in self.validation_metrics
         return validates and ended_inside_epoch(trainer) and self.validated_step != trainer.global_step
 
     def _want(self, callback: ModelCheckpoint, path: str) -> None:

@@ -19,9 +19,9 @@ class LearningCurves(Callback):
     """Callback that plots the logged metrics against the optimizer step, and writes them to ``learning_curves.png``.
 
     The file lies in the folder of the run's checkpoints. Metrics whose names differ only in the prefix, such as ``train/loss``
-    and ``val/loss``, share a plot. Some runs first train each replaced attention layer to match its original layer. The loss of
-    these steps has its own plot, ``layer_distance``. Checkpoints store the recorded values, so a resumed run continues its
-    curves.
+    and ``val/loss``, share a plot. Each other name, such as ``val_loss``, has its own plot. Some runs first train each replaced
+    attention layer to match its original layer. The loss of these steps has its own plot, ``layer_distance``. Checkpoints store
+    the recorded values, so a resumed run continues its curves.
 
     Attributes:
         points: recorded values of each metric with their optimizer steps, shared with :class:`RunReport`.
@@ -46,12 +46,12 @@ class LearningCurves(Callback):
         """Record the training metrics every ``log_every_n_steps`` steps."""
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set when the trainer is made
         if every and trainer.global_step % every == 0 and not accumulates_gradients(trainer):
-            self.points.note_logged(trainer, "train/")
+            self.points.note_training(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record the validation metrics of a fit, and draw the learning curves."""
         if not trainer.sanity_checking and trainer.state.fn == "fit":
-            self.points.note_logged(trainer, "val/")
+            self.points.note_validation(trainer)
             if trainer.is_global_zero:
                 self.draw()
 

@@ -35,8 +35,8 @@ class FiniteWatch(Callback):
     finite. All processes make the same decision.
 
     Args:
-        action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights and the optimizer stay unchanged,
-            and the data and the learning rate advance.
+        action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights, the running statistics of batch
+            norms and the optimizer stay unchanged, and the data and the learning rate advance.
         max_skipped: total number of steps that may be skipped before the run stops.
 
     Raises:
@@ -51,6 +51,8 @@ class FiniteWatch(Callback):
         self.action, self.max_skipped = action, max_skipped
         self.skipped = 0
         self._seen: list[tuple[Any, int, Tensor | None]] = []
+        self._checked = False
+        self._statistics: list[tuple[Tensor, Tensor]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Reset the number of skipped steps. Warn if the module optimizes manually, because then nothing is checked.
@@ -59,11 +61,13 @@ class FiniteWatch(Callback):
         """
         if stage == "fit" and not pl_module.automatic_optimization:
             log.warning("%s optimizes manually: losses and gradients are not checked", type(pl_module).__name__)
-        self.skipped, self._seen = 0, []
+        self.skipped, self._seen, self._checked, self._statistics = 0, [], False, []
         self._agreement = Agreement() if stage == "fit" else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Store the batch until the optimizer step that uses its gradients."""
+        """Store the batch until the optimizer step that uses its gradients, and the running statistics before that step."""
+        if self.action == "skip" and not self._seen:
+            self._statistics = [(buffer, buffer.clone()) for buffer in _running_statistics(pl_module)]
         self._seen.append((batch, batch_idx, None))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
@@ -83,8 +87,8 @@ class FiniteWatch(Callback):
             ValueError: if a value is not finite and the step may not be skipped. This is the case if ``action`` is ``stop``, if
                 the weights already contain non-finite values, or if ``max_skipped`` steps have already been skipped.
         """
-        # Cleared before any return, so that the batches are freed although they are not checked.
-        batches, self._seen = self._seen, []
+        # Freed at the end of the batch, because an optimizer such as LBFGS computes the loss several times for one step.
+        self._checked = True
         # set when the trainer is created
         if trainer.fast_dev_run or not pl_module.automatic_optimization:  # type: ignore[attr-defined]
             return
@@ -92,7 +96,9 @@ class FiniteWatch(Callback):
         norm = get_total_norm(gradients)
         # Under FSDP2, each process has the norm of its shards only. `full_tensor` combines them, and is collective.
         norm = norm.full_tensor() if is_shard(norm) else norm
-        losses = [loss for _, _, loss in batches if loss is not None]
+        # A training step that returns None leaves its batch out.
+        batches = [entry for entry in self._seen if entry[2] is not None] or self._seen[-1:]
+        losses = [loss.reshape(()) for _, _, loss in batches if loss is not None]
         # One stacked tensor, so that the check synchronizes with the accelerator only once per step.
         finite = torch.stack([norm.float(), *(loss.float() for loss in losses)]).isfinite().tolist()
         assert self._agreement is not None
@@ -125,9 +131,13 @@ class FiniteWatch(Callback):
             for parameter in group["params"]:
                 # Not zeros, with which weight decay and momentum would still change the weights.
                 parameter.grad = None
+        for buffer, value in self._statistics:
+            buffer.copy_(value)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the number of skipped steps, if there are any."""
+        """Free the batches of a completed optimizer step, and log the number of skipped steps, if there are any."""
+        if self._checked:
+            self._seen, self._checked = [], False
         if self.skipped:
             pl_module.log("train/skipped_steps", float(self.skipped))
 
@@ -167,15 +177,16 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
         takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
         output: Any = module.training_step(batch, batch_idx) if takes_index else module.training_step(batch)
         loss = output["loss"] if isinstance(output, dict) else output
-        # Added to the gradients of the failed step, which no optimizer step uses.
-        loss.backward()
+        if loss is not None:
+            # Added to the gradients of the failed step, which no optimizer step uses.
+            loss.backward()
     if bad_inputs:
         return f"the batch itself holds such numbers ({', '.join(bad_inputs[:3])})"
     if bad_weights:
         return f"the weights hold such numbers already ({', '.join(bad_weights[:3])})"
     if forward:
         return f"first in the output of {forward[0]}"
-    if not loss.detach().isfinite():
+    if loss is not None and not loss.detach().isfinite():
         return "first in the loss itself, every module's output is finite"
     if first_bad:
         return f"first in the gradient inside {backward[-1] if backward else 'the loss'}, on the way back to {first_bad[0]}"
@@ -208,6 +219,12 @@ def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
     for name, value in items:
         if isinstance(value, Tensor) and value.is_floating_point():
             yield str(name), value
+
+
+def _running_statistics(module: nn.Module) -> list[Tensor]:
+    """Return the buffers of layers with running statistics, such as batch norms, which every forward pass changes."""
+    layers = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]
+    return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 
 
 def _is_finite(value: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 from lightning import Callback, LightningModule, Trainer
 from rich.console import Console
 from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
 from lightning_mhla.callbacks.page import duration
@@ -47,7 +48,8 @@ class Forecast(Callback):
         self._said = False
         if trainer.is_global_zero:
             averages = any(isinstance(callback, ExponentialMovingAverage) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-            lines = [needs(pl_module, averages, trainer.world_size), _steps(trainer)]
+            optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
+            lines = [needs(pl_module, averages, trainer.world_size, optimizer), _steps(trainer)]
             Console(soft_wrap=True, highlight=False, stderr=True).print("\n".join(lines))
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,15 +96,17 @@ class Forecast(Callback):
         Console(soft_wrap=True, highlight=False, stderr=True).print(text)
 
 
-def needs(module: nn.Module, averages: bool, processes: int) -> str:
+def needs(module: nn.Module, averages: bool, processes: int, optimizer: Optimizer | None = None) -> str:
     """Describe in one line how many parameters a module has, and how much memory its training needs per device.
 
-    The memory includes weights, gradients, the optimizer's state and the moving average of the weights, but not activations.
+    The memory includes weights, gradients, the state of a known optimizer (Adam, AdamW, CAME or SGD) and the moving average of
+    the weights, but not activations.
 
     Args:
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
         processes: number of training processes, which the description mentions.
+        optimizer: optimizer of the run; None if unknown. The module's ``optimizer_config``, if any, says AdamW or CAME.
 
     Returns:
         The description, as one line of text.
@@ -112,19 +116,33 @@ def needs(module: nn.Module, averages: bool, processes: int) -> str:
     local = sum(_local_bytes(parameter) for parameter in parameters)
     trained_bytes = sum(_local_bytes(parameter) for parameter in trained)
     config = getattr(module, "optimizer_config", None)
+    name, moments = _moments(optimizer)
     factored = config is not None and config.kind == "came"
-    # Three: the gradient and the two moments of AdamW.
-    total, name = local + trained_bytes * (3 + averages), "CAME" if factored else "AdamW"
+    if factored or (config is not None and optimizer is None):
+        name, moments = ("CAME" if factored else "AdamW"), 2
+    total = local + trained_bytes * (1 + moments)
+    if averages:  # in float32 at least
+        total += sum(_local_bytes(parameter) * max(1, 4 // parameter.element_size()) for parameter in trained)
     if factored:  # CAME stores one moment of a matrix, and only row and column statistics of the other
         total -= sum(
             _local_bytes(parameter) for parameter in parameters if parameter.requires_grad and parameter.ndim == 2
         )
-    parts = f"weights, gradients, {name}" + (", average" if averages else "")
+    parts = "weights, gradients" + (f", {name}" if name else "") + (", average" if averages else "")
     count = sum(parameter.numel() for parameter in trained)
     return (
         f"{_short(sum(p.numel() for p in parameters))} parameters, {_short(count)} of them trained, on {processes} "
-        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; activations are not included"
+        f"{'process' if processes == 1 else 'processes'}: {_memory(total)} each for {parts}; "
+        f"{'' if name else 'the state of the optimizer and '}activations are not included"
     )
+
+
+def _moments(optimizer: Optimizer | None) -> tuple[str, int]:
+    """Return the name of an optimizer and how many numbers it keeps for each weight; an empty name if this is unknown."""
+    if isinstance(optimizer, Adam | AdamW):
+        return type(optimizer).__name__, 2 + any(group["amsgrad"] for group in optimizer.param_groups)
+    if isinstance(optimizer, SGD):
+        return type(optimizer).__name__, int(any(group["momentum"] for group in optimizer.param_groups))
+    return "", 0
 
 
 def _memory(count: int) -> str:

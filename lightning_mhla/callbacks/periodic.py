@@ -101,8 +101,9 @@ class PeriodicEvaluation(Callback):
 
     def _once(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.global_step != self._evaluated and not is_leaving(trainer):
-            self._evaluated = trainer.global_step
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, StallWatch):
                     callback.evaluating()
             self.evaluate(trainer, pl_module)
+            # Only now: a checkpoint that is saved after a failed evaluation must not say that it was done.
+            self._evaluated = trainer.global_step

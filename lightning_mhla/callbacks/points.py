@@ -12,10 +12,23 @@ from lightning import Trainer
 
 from lightning_mhla.callbacks.axes import FEWEST
 from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.lightning_private import loop_metrics
+
+UNPLOTTED = ("attention/", "data/")
+"""Prefixes of metrics that loggers get and that curves do not show: a value for each layer, and counts of broken samples."""
 
 
 class MetricPoints(dict[str, list[tuple[int, float]]]):
-    """Dict from metric name to a list of (optimizer step, value) pairs, in ascending order of steps."""
+    """Dict from metric name to a list of (optimizer step, value) pairs, in ascending order of steps.
+
+    Attributes:
+        validation: names of the metrics that validation has logged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validation: set[str] = set()
+        self._training: set[str] = set()
 
     def note(self, name: str, step: int, value: float) -> None:
         """Record the value of a metric at a step, unless the metric already has a value at this step or a later one."""
@@ -23,15 +36,34 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         if not points or points[-1][0] < step:
             points.append((step, value))
 
-    def note_logged(self, trainer: Trainer, prefix: str) -> None:
-        """Record the latest values of the trainer's logged metrics whose names begin with a prefix such as ``"val/"``."""
-        for name, value in trainer.callback_metrics.items():
-            if name.startswith(prefix):
-                self.note(name, trainer.global_step, float(value))
+    def note_training(self, trainer: Trainer) -> None:
+        """Record the latest values of the metrics that training has logged, whatever their names.
 
-    def under(self, prefix: str) -> dict[str, list[tuple[int, float]]]:
-        """Return the (step, value) pairs of all metrics whose names begin with a prefix such as ``"val/"``, by name."""
-        return {name: points for name, points in self.items() if name.startswith(prefix)}
+        A metric that validation logs, too, has the values of validation only.
+        """
+        for name, value in _latest(trainer, "train/").items():
+            if name not in self.validation:
+                self._training.add(name)
+                self.note(name, trainer.global_step, value)
+
+    def note_validation(self, trainer: Trainer) -> None:
+        """Record the values of the metrics that a validation has logged, whatever their names, at the end of the validation."""
+        for name, value in _latest(trainer, "val/").items():
+            if name in self._training:
+                self._training.remove(name)
+                del self[name]
+            self.validation.add(name)
+            self.note(name, trainer.global_step, value)
+
+    def of_validation(self) -> dict[str, list[tuple[int, float]]]:
+        """Return the (step, value) pairs of all metrics of validation, by name."""
+        return {name: points for name, points in self.items() if name in self.validation or name.startswith("val/")}
+
+    def clear(self) -> None:
+        """Discard all metrics."""
+        super().clear()
+        self.validation.clear()
+        self._training.clear()
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
         """Replace recorded metrics with the (step, value) pairs from a checkpoint.
@@ -39,6 +71,14 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         Metrics that are not in ``saved`` are kept.
         """
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
+
+
+def _latest(trainer: Trainer, prefix: str) -> dict[str, float]:
+    """Return the latest values of the metrics of the running loop, and of those whose names begin with a prefix."""
+    # A callback may set a value in `callback_metrics` by hand, which no loop has logged.
+    by_prefix = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
+    metrics = {**by_prefix, **loop_metrics(trainer)}
+    return {name: float(value) for name, value in metrics.items() if not name.startswith(UNPLOTTED)}
 
 
 def as_lists(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[list[float]]]:

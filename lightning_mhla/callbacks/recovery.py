@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning import LightningModule, Trainer
+from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import Checkpoint
 
@@ -30,6 +30,7 @@ from lightning_mhla.system.lightning_private import (
     as_of_last_batch,
     ended_inside_epoch,
     ends_epoch,
+    loop_metrics,
     start_next_epoch,
     validates_after_this_batch,
 )
@@ -104,6 +105,9 @@ class Recovery(Checkpoint):
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
             self.started_from, self._stops = None, []
+            self._row, self._monitored = None, {}
+            self._best.validated_step, self._best.validation_metrics = -1, set()
+            _move_to_end(trainer, self)
             environment = getattr(trainer.strategy, "cluster_environment", None)
             if isinstance(environment, SLURMEnvironment):
                 # Lightning would save inside the signal handler, which may run in the middle of a step or of a collective.
@@ -207,6 +211,7 @@ class Recovery(Checkpoint):
 
             - ``started_from``: path of the checkpoint that the run started from, or None.
             - ``validated_step``: optimizer step of the last validation.
+            - ``validation_metrics``: names of the metrics that validation has logged.
             - ``stops``: steps at which the run was stopped.
             - ``finished``: whether training is over.
             - ``plan``: result of :meth:`BestCheckpoints.plan`.
@@ -214,15 +219,17 @@ class Recovery(Checkpoint):
         history = {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,
+            "validation_metrics": sorted(self._best.validation_metrics),
             "stops": list(self._stops),
         }
         return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the entries ``started_from``, ``stops`` and ``validated_step`` that :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned, except ``finished`` and ``plan``."""
         self.started_from = state_dict.get("started_from")
         self._stops = list(state_dict.get("stops", ()))
         self._best.validated_step = state_dict.get("validated_step", -1)
+        self._best.validation_metrics = set(state_dict.get("validation_metrics", ()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Decide together with all processes whether to save or stop, and save at once if possible.
@@ -239,7 +246,10 @@ class Recovery(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save the state after a validation inside an epoch, if a save is due."""
-        if trainer.sanity_checking or trainer.state.fn != "fit" or ends_epoch(trainer):
+        if trainer.sanity_checking or trainer.state.fn != "fit":
+            return
+        self._best.validation_metrics |= set(loop_metrics(trainer))
+        if ends_epoch(trainer):
             return
         if accumulates_gradients(trainer):  # a run cannot resume from this state, but its weights may be the best
             self._due = self._due or self._best.wanted
@@ -312,6 +322,17 @@ class Recovery(Checkpoint):
         stops = [path for path in steps if steps[path] in self._stops]
         # A new state that is itself a stop stays until the next save.
         return [path for path in (*regular[: -self.keep], *stops) if path != state]
+
+
+def _move_to_end(trainer: Trainer, callback: Callback) -> None:
+    """Move a callback behind all others of a trainer.
+
+    In front of a ModelCheckpoint, the Recovery callback would save before the ModelCheckpoint requests a checkpoint of the same
+    step, and would not write the checkpoint that is requested at the end of training.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
+    # A new list, because Lightning iterates over the current one.
+    trainer.callbacks = [item for item in callbacks if item is not callback] + [callback]  # type: ignore[attr-defined]
 
 
 def step_of(path: Path) -> int | None:

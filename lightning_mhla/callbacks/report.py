@@ -82,7 +82,7 @@ class RunReport(Callback):
             and ``pretrained`` (path or name of the weights that the run started from, or None).
         """
         return {
-            "points": as_lists(self.points.under("val/")),
+            "points": as_lists(self.points.of_validation()),
             "seconds": self._seconds(),
             "versions": versions(),
             "pretrained": self._weights(),
@@ -91,6 +91,7 @@ class RunReport(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the validation metrics, the training time and the origin of the weights from a checkpoint."""
         self.points.restore(state_dict["points"])
+        self.points.validation.update(state_dict["points"])
         self._before = state_dict["seconds"]
         self._restored, self._pretrained = True, state_dict.get("pretrained")  # absent in older checkpoints
 
@@ -98,7 +99,7 @@ class RunReport(Callback):
         """Record the validation metrics, and write ``run.json`` and ``report.html``."""
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
-        self.points.note_logged(trainer, "val/")
+        self.points.note_validation(trainer)
         self._write(trainer, pl_module, finished=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -130,7 +131,7 @@ class RunReport(Callback):
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero or not is_run_folder(trainer, folder):
             return
-        metrics = self.points.under("val/")
+        metrics = self.points.of_validation()
         best: dict[str, Any] = {}
         for callback in trainer.checkpoint_callbacks:
             points = metrics.get(getattr(callback, "monitor", None) or "", [])
@@ -173,8 +174,11 @@ class RunReport(Callback):
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:
             return
+        validated = self.points.of_validation()
         lines = [
-            (name, rounded(float(value))) for name, value in trainer.callback_metrics.items() if name.startswith("val/")
+            (name, rounded(float(value)))
+            for name, value in trainer.callback_metrics.items()
+            if name.startswith("val/") or name in validated
         ]
         lines.append(("training time", f"{self._seconds():.0f} s, {trainer.global_step} steps"))
         lines += (

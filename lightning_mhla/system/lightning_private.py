@@ -23,6 +23,16 @@ def logger_connector(trainer: Trainer) -> Any:
     return trainer._logger_connector
 
 
+def loop_metrics(trainer: Trainer) -> dict[str, Any]:
+    """Return the metrics that the running loop, of training or validation, has logged at this moment, by name.
+
+    A metric that is logged both for each step and for the epoch is listed under its name only, without ``_step`` or ``_epoch``.
+    """
+    metrics = logger_connector(trainer).metrics["callback"]
+    forked = [name for name in metrics if name.endswith(("_step", "_epoch")) and name.rsplit("_", 1)[0] in metrics]
+    return {name: value for name, value in metrics.items() if name not in forked}
+
+
 def saved_hyperparameters(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the two dicts that ``save_hyperparameters`` fills: the one for checkpoints and the one for loggers."""
     return module._hparams, module._hparams_initial

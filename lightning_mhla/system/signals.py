@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ log = logging.getLogger(__name__)
 class StopSignals:
     """Signal handlers that record a request to stop, so that the process can stop at a suitable time.
 
-    A second Ctrl+C (SIGINT) raises KeyboardInterrupt.
+    A second Ctrl+C (SIGINT) raises KeyboardInterrupt. In a thread other than the main
+    thread, Python does not allow handlers, and no signal is recorded.
 
     Args:
         names: names of the signals, such as ``SIGTERM``.
@@ -44,7 +46,12 @@ class StopSignals:
         self.listen()
 
     def listen(self) -> None:
-        """Reinstall handlers that other code has replaced. Lightning, for example, replaces some when training starts."""
+        """Reinstall handlers that other code has replaced. Lightning, for example, replaces some when training starts.
+
+        Only the main thread can install handlers. In any other thread, the method does nothing.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
         for number in self.numbers if self._active else []:
             current = signal.getsignal(number)
             # A shell starts background jobs with SIGINT ignored, so that Ctrl+C for the foreground job does not stop them.

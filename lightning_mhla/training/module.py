@@ -247,10 +247,17 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         """Return the number of optimizer steps in the run, and the number in one epoch.
 
         The second number is only used to compute the warm-up, and is 1 if the length of the warm-up is not given in epochs.
+
+        Raises:
+            ValueError: if the length of the warm-up is given in epochs, and the data has no length.
         """
         epochs = self.optimizer_config.warmup_epochs
+        if not epochs:
+            return steps_of_run(self.trainer), 1.0
         warmup = steps_of_epochs(self.trainer, epochs)
-        return steps_of_run(self.trainer), warmup / epochs if epochs and math.isfinite(warmup) else 1.0
+        if not math.isfinite(warmup):
+            raise ValueError(f"warmup_epochs={epochs:g} needs data with a length; give warmup_steps instead")
+        return steps_of_run(self.trainer), warmup / epochs
 
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
         """Log the training loss of a batch and return it unchanged.

@@ -14,6 +14,7 @@ from timm.layers import register_notrace_module
 from torch import Tensor, nn
 
 from lightning_mhla.system.listing import distinct_names
+from lightning_mhla.system.modes import evaluation_mode
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -176,12 +177,10 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
 
         mode = self.preprocessing.mode
         picture = as_shown(image.copy()) if isinstance(image, Image.Image) else decode_file(Path(image), mode)
-        like, training = next(self.parameters()), self.training
+        like = next(self.parameters())
         pixels = self.preprocessing(picture.convert(mode))[None].to(like.device, like.dtype)
-        try:
-            probabilities = self.eval()(pixels).float().softmax(-1)[0]
-        finally:
-            self.train(training)
+        with evaluation_mode(self):
+            probabilities = self(pixels).float().softmax(-1)[0]
         names = distinct_names(self.class_names or [str(number) for number in range(self.num_classes)])
         order = probabilities.argsort(descending=True, stable=True)[:top].tolist()
         return {names[index]: float(probabilities[index]) for index in order}

@@ -209,10 +209,33 @@ def test_evaluation_has_the_average_and_no_dropout(training: bool) -> None:
         raise KeyError
     assert value_of(module) == 4
     assert module.training is training
+    module.one.eval()  # as a frozen part of a model that trains
+    with evaluation_weights(trainer_at(2, average), module), evaluation_weights(trainer_at(2, average), module):
+        assert value_of(module) == 7, "a second context changes nothing"
+    assert value_of(module) == 4
+    assert not module.one.training
     with evaluation_weights(trainer_at(2, object()), module):
         assert value_of(module) == 4, "a run without an average"
         assert not module.training
     assert module.training is training
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_average_of_half_precision_weights_is_not_rounded(dtype: torch.dtype) -> None:
+    module, average = Tied().to(dtype), ExponentialMovingAverage(0.999)
+    average.setup(trainer_at(0), module, "fit")
+    average.on_fit_start(trainer_at(0), module)
+    train(average, module, {1: 1.0, **dict.fromkeys(range(2, 502), 2.0)})
+    assert averaged(average, module) == pytest.approx(2 - 0.999**500, abs=1e-2)
+    content = checkpoint_of(average, module, 501)
+    exact = content["state_dict"]["one.weight"]
+    assert exact[0, 0].item() == pytest.approx(2 - 0.999**500, abs=1e-4)
+    again = ExponentialMovingAverage(0.999)
+    copy = Tied().to(dtype)
+    copy.load_state_dict(content["state_dict"])
+    again.on_load_checkpoint(trainer_at(501), copy, content)
+    assert value_of(copy) == 2
+    assert torch.equal(checkpoint_of(again, copy, 501)["state_dict"]["one.weight"], exact)
 
 
 @pytest.fixture

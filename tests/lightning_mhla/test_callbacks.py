@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,19 @@ import pytest
 import torch
 from lightning import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
+from lightning_mhla.callbacks.curves import LearningCurves
 from lightning_mhla.callbacks.finite import FiniteWatch
 from lightning_mhla.callbacks.forecast import Forecast
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.callbacks.pictures import AttentionPictures
+from lightning_mhla.callbacks.recovery import Recovery
+from lightning_mhla.callbacks.report import RunReport
 from lightning_mhla.checkpoints.io import check_entries
 from lightning_mhla.checkpoints.weights import LIVE
 
@@ -150,3 +156,116 @@ def test_manual_optimization_is_not_checked_and_says_so(tmp_path: Path, caplog: 
     trainer(tmp_path, FiniteWatch()).fit(model, loader())
     assert "Manual optimizes manually: losses and gradients are not checked" in caplog.text
     assert model.layer.weight.item() == pytest.approx(1 - 8 * 0.1)
+
+
+class Lbfgs(Line):
+    """The same with an optimizer that computes the loss several times for one step."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return (self.layer(batch) ** 2).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters(), 0.1)
+
+
+class OneNumber(Line):
+    """The same with a loss of shape [1]."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return self.layer(batch).reshape(1)
+
+
+@pytest.mark.parametrize("model", [Lbfgs, OneNumber])
+def test_the_watch_does_not_change_what_training_does(model: type[Line], tmp_path: Path) -> None:
+    watched, alone = model(), model()
+    trainer(tmp_path, FiniteWatch("skip")).fit(watched, loader())
+    trainer(tmp_path).fit(alone, loader())
+    assert torch.equal(watched.layer.weight, alone.layer.weight)
+
+
+class Partial(Line):
+    """The same without a loss for every first of two batches, and with NaN in the second batch."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:  # type: ignore[override]
+        loss: Tensor | None = super().training_step(batch) if batch_idx % 2 else None
+        return None if loss is None else loss * (torch.nan if batch_idx == 1 else 1)
+
+
+def test_a_batch_without_a_loss_is_not_blamed(tmp_path: Path) -> None:
+    watch, model = FiniteWatch("skip"), Partial()
+    trainer(tmp_path, watch, accumulate_grad_batches=2).fit(model, loader())
+    assert watch.skipped == 1
+    assert model.layer.weight.item() == pytest.approx(0.95)
+
+
+class Normed(Line):
+    """The same with a batch norm, to which the second batch gives NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:  # type: ignore[override]
+        inputs = torch.stack([batch[0], batch[0] + 2]) * (torch.nan if batch_idx == 1 else 1)
+        return self.layer(self.norm(inputs)).square().sum()
+
+
+def test_a_skipped_step_leaves_running_statistics_as_they_were(tmp_path: Path) -> None:
+    model = Normed()
+    trainer(tmp_path, FiniteWatch("skip")).fit(model, loader())
+    assert model.norm.running_mean.item() == pytest.approx(2 * (1 - 0.9**3))  # type: ignore[union-attr]
+    assert model.norm.num_batches_tracked == 3
+
+
+class Named(Line):
+    """The same with metrics of the user's own names: the validation metric rises in later epochs."""
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        loss = super().training_step(batch)
+        self.log("train_loss", loss)
+        self.log("both", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor) -> None:
+        self.log("val_loss", float(self.current_epoch))
+        self.log("both", 7.0 + self.current_epoch)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_best_checkpoint_by_a_metric_of_any_name(first: bool, tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor="val_loss", mode="max", save_top_k=-1)
+    callbacks = [Recovery(), best] if first else [best, Recovery()]
+    trainer(tmp_path, *callbacks, enable_checkpointing=True, max_epochs=2).fit(Named(), loader(), loader())
+    assert sorted(path.name for path in (tmp_path / "best").iterdir()) == ["step=4.ckpt", "step=8.ckpt"]
+    assert Path(best.best_model_path).name == "step=8.ckpt"
+
+
+def test_a_metric_of_an_earlier_validation_does_not_judge_later_weights(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path / "best", filename="{step}", monitor="val_loss", save_top_k=-1)
+    fit = trainer(tmp_path, best, Recovery(), enable_checkpointing=True, max_epochs=2, max_steps=6)
+    fit.fit(Named(), loader(), loader())
+    assert [path.name for path in (tmp_path / "best").iterdir()] == ["step=4.ckpt"]
+
+
+def test_curves_and_report_show_metrics_of_any_name(tmp_path: Path) -> None:
+    curves, best = LearningCurves(), ModelCheckpoint(monitor="val_loss", mode="max")
+    options: dict[str, Any] = {"logger": CSVLogger(tmp_path), "log_every_n_steps": 2, "max_epochs": 2}
+    fit = trainer(tmp_path, curves, RunReport(), best, Recovery(), enable_checkpointing=True, **options)
+    fit.fit(Named(), loader(), loader())
+    assert [step for step, _ in curves.points["train_loss"]] == [2, 4, 6, 8]
+    assert curves.points["both"] == [(4, 7.0), (8, 8.0)], "validation and training must not be mixed"
+    assert list(tmp_path.rglob("learning_curves.png"))
+    record = json.loads(next(tmp_path.rglob("run.json")).read_text())
+    assert record["metrics"] == {"val_loss": [[4, 0.0], [8, 1.0]], "both": [[4, 7.0], [8, 8.0]]}
+    assert record["best"]["metric"] == "val_loss"
+    assert record["best"]["step"] == 8
+    assert record["skipped"] == []
+
+
+def test_a_run_outside_the_main_thread(tmp_path: Path) -> None:
+    fit, model = trainer(tmp_path, Recovery(), enable_checkpointing=True), Line()
+    thread = threading.Thread(target=lambda: fit.fit(model, loader()))
+    thread.start()
+    thread.join()
+    assert fit.global_step == 4
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()

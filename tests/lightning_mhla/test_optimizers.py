@@ -15,6 +15,7 @@ from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mixing import LOWER, UPPER, DenseCoefficients
 from lightning_mhla.callbacks.forecast import needs
 from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.training.optim import OptimizerConfig, build_optimizer
 
 
@@ -95,6 +96,17 @@ def test_betas() -> None:
 
 def test_the_forecast_counts_what_it_keeps() -> None:
     network = model()
+    weights = 4 * sum(parameter.numel() for parameter in network.parameters()) / (1 << 20)
+    for optimizer, name, numbers in (
+        (torch.optim.AdamW(network.parameters()), "gradients, AdamW;", 4),
+        (torch.optim.SGD(network.parameters(), 0.1, momentum=0.9), "gradients, SGD;", 3),
+        (torch.optim.SGD(network.parameters(), 0.1), "gradients, SGD;", 2),
+        (torch.optim.RMSprop(network.parameters()), "gradients; the state of the optimizer and activations", 2),
+    ):
+        text = needs(network, False, 1, optimizer)
+        assert name in text
+        assert f"{rounded(numbers * weights)} MiB" in text
+    network.optimizer_config = OptimizerConfig()  # type: ignore[assignment]
     assert "AdamW" in needs(network, False, 1)
     network.optimizer_config = OptimizerConfig(kind="came")  # type: ignore[assignment]
     assert "CAME" in needs(network, False, 1)

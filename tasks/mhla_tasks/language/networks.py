@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lightning_mhla.swap.networks import build_configuration
+from lightning_mhla.system.modes import evaluation_mode
 from lightning_mhla.system.sharding import is_sharded_module
 from mhla_tasks.language.lengths import position_table
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
@@ -74,15 +75,12 @@ def examine(network: PreTrainedModel, context: int) -> bool:
     if any(parameter.is_meta for parameter in network.parameters()):
         return False
     # Change the last of four tokens: in a causal model, the logits of the first three stay the same.
-    trains = network.training
-    # Dropout would make the logits of the two passes differ.
-    network.eval()
     tokens = torch.arange(4)[None] % config.vocab_size
-    logits = network(tokens, use_cache=False).logits
-    changed = network(tokens.index_fill(1, torch.tensor([3]), config.vocab_size - 1), use_cache=False).logits
-    head = network.get_output_embeddings()
-    plain = type(head) is nn.Linear and torch.equal(head(_hidden(network, tokens)), logits)
-    network.train(trains)
+    with evaluation_mode(network):  # dropout would make the logits of the two passes differ
+        logits = network(tokens, use_cache=False).logits
+        changed = network(tokens.index_fill(1, torch.tensor([3]), config.vocab_size - 1), use_cache=False).logits
+        head = network.get_output_embeddings()
+        plain = type(head) is nn.Linear and torch.equal(head(_hidden(network, tokens)), logits)
     if not torch.allclose(logits[:, :3], changed[:, :3], rtol=0, atol=1e-6):
         raise ValueError(
             f"network: tokens of a {name} see later ones, so it is not a causal language model (is_decoder: true?)"
