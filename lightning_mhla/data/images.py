@@ -106,10 +106,15 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 def as_shown(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits.
 
-    The orientation is applied to ``image`` itself.
+    The orientation is applied to ``image`` itself. EXIF data that cannot be read has none.
     """
     image.load()
-    ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
+    try:
+        orientation = image.getexif().get(ORIENTATION)
+    except BROKEN:  # Pillow ignores such data when it opens a JPEG file, but not in a copy of it, nor in the other formats
+        orientation = None
+    if orientation is not None:
+        ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
         levels = np.asarray(image).astype(np.uint32) >> 8
         image = Image.fromarray(levels.astype(np.uint8))

@@ -575,6 +575,17 @@ def test_an_opened_image_is_predicted_like_its_file(kind: str, tmp_path: Path) -
     assert opened.getexif() == Image.open(file).getexif(), "the image of the caller is unchanged"
 
 
+def test_an_image_whose_exif_data_cannot_be_read_is_predicted(tmp_path: Path) -> None:
+    model = vit()
+    nn.init.normal_(model.head.weight)
+    model.describe(None, Preprocessing(16))
+    image = Image.linear_gradient("L").resize((16, 16)).convert("RGB")
+    for kind in ("jpg", "png", "webp"):
+        file = tmp_path / f"image.{kind}"
+        image.save(file, exif=b"Exif\0\0not EXIF data")
+        assert model.predict(Image.open(file)) == model.predict(file)
+
+
 def test_every_class_of_a_name_is_predicted() -> None:
     model = vit()
     model.describe(["crane", "crane", "owl", "jay", "tit"], Preprocessing(16))
