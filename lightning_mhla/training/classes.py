@@ -49,7 +49,7 @@ class NamesClasses(TrainingModule):
             if names is not None and number is not None and len(names) != number:
                 raise ValueError(
                     f"model.num_classes={number} does not fit the data, which has {len(names)} classes; give "
-                    f"--model.num_classes={len(names)}"
+                    f"--model.num_classes={len(names)}, or the {number} classes that the model was trained on"
                 )
             self.label_names = names
 

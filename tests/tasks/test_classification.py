@@ -16,7 +16,7 @@ from grouped import grouped
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from mhla_tasks.classification import Digits, ImageClassifier, ImageNetShards, VisionTransformer
-from mhla_tasks.classification.base import MixupConfig
+from mhla_tasks.classification.base import Classifier, MixupConfig
 from mhla_tasks.classification.data import AugmentConfig
 from mhla_tasks.classification.prepare import images_to_shards
 from mhla_tasks.commandline import registry
@@ -29,6 +29,7 @@ from lightning_mhla.callbacks import LearningCurves
 from lightning_mhla.data import ShardReader
 from lightning_mhla.data.pack import Packing
 from lightning_mhla.training.optim import OptimizerConfig, parameter_groups
+from lightning_mhla.training.options import TrainingOptions
 
 CONSTANT = OptimizerConfig(schedule="constant")
 QUIET: dict[str, Any] = {
@@ -479,8 +480,27 @@ def test_a_second_fit_has_the_names_and_the_preprocessing_of_its_own_data(tmp_pa
     assert again.preprocessing is None, "that of the earlier data would transform images wrongly"
 
 
+class OwnClassifier(Classifier):
+    """Classifier of a user, whose constructor has no option for the names of classes."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__(3, None, 0.0, MixupConfig(), TrainingOptions())
+        self.save_hyperparameters()
+        self.network = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, width), torch.nn.Linear(width, 3))
+
+
+def test_a_classifier_of_the_user_has_no_option_for_names(tmp_path: Path) -> None:
+    loader = DataLoader([{"image": torch.rand(3, 2, 2), "label": 1}])
+    trainer = Trainer(max_steps=1, **QUIET)
+    trainer.fit(OwnClassifier(), train_dataloaders=loader)
+    trainer.save_checkpoint(tmp_path / "own.ckpt")
+    again = OwnClassifier.load_from_checkpoint(tmp_path / "own.ckpt", weights_only=True)
+    assert again.class_names == ["0", "1", "2"]
+
+
 def test_numbers_of_classes_and_channels_are_those_of_the_data(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"model\.num_classes=5 does not fit the data, which has 2 classes"):
+    message = r"model\.num_classes=5 does not fit the data, which has 2 classes; give --model\.num_classes=2, or the 5 classes"
+    with pytest.raises(ValueError, match=message):
         Trainer(max_steps=1, **QUIET).fit(of_photos(num_classes=5), datamodule=photos(tmp_path, ("cat", "dog")))
     for option, wanted in (({"num_classes": 5}, "num_classes=10"), ({"channels": 3}, "channels=1")):
         with pytest.raises(ValueError, match=f"does not fit the data, which has {wanted}"):
@@ -512,6 +532,7 @@ def test_the_loss_of_half_precision_is_not_rounded(mixup: float) -> None:
     assert loss.dtype == torch.float32
     targets = labels.double() if mixup else labels
     torch.testing.assert_close(loss.double(), torch.nn.functional.cross_entropy(scores.double(), targets))
+    assert model.label_loss(scores.double(), labels).dtype == torch.float64
 
 
 def test_images_that_a_limit_leaves_out_are_not_called_broken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,7 +91,7 @@ class Classifier(NamesClasses):
             raise ValueError(f"class_names lists {len(class_names)} names for num_classes={num_classes}")
         check_range(least=0, most=1, label_smoothing=label_smoothing)
         self.num_classes, self.label_smoothing = num_classes, label_smoothing
-        self._shown_names = class_names
+        self._shown_names = self._option_names = class_names
         self.preprocessing: Preprocessing | None = None
         self.mixup: Any = None
         if mixup.mixup or mixup.cutmix:
@@ -137,7 +137,7 @@ class Classifier(NamesClasses):
         if stage == "fit":  # Lightning restores those of a checkpoint to resume from after this hook
             preprocessing = getattr(self.trainer.datamodule, "preprocessing", None)  # type: ignore[attr-defined]
             self.preprocessing = preprocessing if isinstance(preprocessing, Preprocessing) else None
-            self._shown_names = self.hparams["class_names"]
+            self._shown_names = self._option_names
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Classifier(NamesClasses):
         super().on_load_checkpoint(checkpoint)
         names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
         # Names from the options of this run take precedence over those in the checkpoint.
-        if self.hparams["class_names"] is None and isinstance(names, list) and len(names) == self.num_classes:
+        if self._option_names is None and isinstance(names, list) and len(names) == self.num_classes:
             self._shown_names = [str(name) for name in names]
         if isinstance(options, dict):
             self.preprocessing = as_dataclass(Preprocessing, options)
@@ -211,7 +211,8 @@ class Classifier(NamesClasses):
         Returns:
             Scalar loss.
         """
-        scores = scores.float()  # a loss in bfloat16 would have two or three digits
+        # A loss in bfloat16 would have two or three digits. Scores in float64 keep their precision.
+        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if self.mixup is not None:  # mixed labels are probabilities that are smoothed already
             return torch.sum(-labels * F.log_softmax(scores, dim=-1), dim=-1).mean()
         return F.cross_entropy(scores, labels, label_smoothing=self.label_smoothing)

@@ -26,10 +26,10 @@ class PredictionTable(Callback):
     r"""Callback that writes predicted classes and class probabilities to ``predictions.csv`` in the log folder.
 
     The table has one row for each image file, in the order of the files, regardless of the number of processes. The row of a
-    file that cannot be decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line breaks are
-    written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet would interpret
-    as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes of the same name, such as the two cranes of
-    ImageNet, have their labels after their names, as in ``crane (134)``.
+    file that cannot be read or decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line
+    breaks are written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet
+    would interpret as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes of the same name, such as the two
+    cranes of ImageNet, have their labels after their names, as in ``crane (134)``.
     """
 
     def __init__(self) -> None:
