@@ -1,4 +1,4 @@
-"""Listing of the visible files in a folder, and conversion of file names to printable text."""
+"""Listing of the visible files in a folder, and conversion of names to printable and to distinct text."""
 
 from __future__ import annotations
 

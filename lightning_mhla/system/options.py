@@ -55,7 +55,7 @@ def _fits(value: Any, kind: Any) -> bool:
     """Return whether a value has the expected type; always True for types other than number, string, Boolean and Literal."""
     if get_origin(kind) is Literal:
         return value in get_args(kind)
-    # Of unions, only `X | None` is taken apart. Other unions, lists and dataclasses are not checked here.
+    # Only unions with None, such as `X | None`, are taken apart. Other unions, lists and dataclasses are not checked here.
     choices = get_args(kind) if get_origin(kind) is not None and type(None) in get_args(kind) else (kind,)
     if any(choice not in (bool, int, float, str, type(None)) for choice in choices):
         return True

@@ -149,7 +149,7 @@ class Schedule:
             return (step + 1) / self.warmup
         if self.kind == "constant":
             return 1.0
-        # The first maximum is for a run that ends with the warm-up, the minimum for steps after the last one.
+        # The maximum is for a run that ends with the warm-up, the minimum for steps after the last one.
         share = min(1.0, (step - self.start) / max(1.0, self.steps - self.start))
         return self.floor + (self.top - self.floor) * 0.5 * (1 + math.cos(math.pi * share))
 
