@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,8 @@ class ExponentialMovingAverage(Callback):
     Validation uses the average. In a checkpoint, ``state_dict`` holds the average and ``current_model_state`` the trained
     weights. These keys are the same as in checkpoints of Lightning's ``EMAWeightAveraging``, which copies the module and
     therefore does not support sharded weights. Under FSDP2, each process averages its own shards. Buffers and frozen weights
-    are not averaged. The average of weights in half precision is kept in float32, in which small updates are not rounded away.
+    are not averaged; weights that a callback unfreezes are averaged from then on. The average of weights in half precision is
+    kept in float32, in which small updates are not rounded away.
 
     Args:
         decay: weight of the previous average in each update, a number between 0 and 1. It may also be a function without
@@ -59,6 +60,9 @@ class ExponentialMovingAverage(Callback):
         if trainer.global_step <= self._updated:  # a batch that only accumulates gradients
             return
         self._updated = trainer.global_step
+        # Parts that were frozen at the start, which a callback such as BackboneFinetuning trains later.
+        thawed = {name: p for name, p in pl_module.named_parameters() if p.requires_grad and name not in self._average}
+        self._average |= {name: _exact(parameter.detach()) for name, parameter in thawed.items()}
         averages, weights = self._pairs(pl_module)
         if self._steps:
             decay = self.decay() if callable(self.decay) else self.decay
@@ -72,6 +76,10 @@ class ExponentialMovingAverage(Callback):
         """Replace the module's weights with their average at the end of training."""
         averages, weights = self._pairs(pl_module)
         foreach_copy_(weights, averages)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Replace the weights with their average in a fit that resumed after the end of training, too."""
+        self.on_train_end(trainer, pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Give the module the average of its weights, so that validation uses the average."""
@@ -119,7 +127,7 @@ class ExponentialMovingAverage(Callback):
         """
         if trainer.state.fn != "fit":
             return
-        self._average = _copies(pl_module)
+        self._average = _copies(pl_module, _averaged_names(checkpoint))
         # The module holds rounded averages if its weights have half precision; those in the checkpoint are exact.
         saved = checkpoint.get("state_dict") or {}
         for name, average in self._average.items():
@@ -163,9 +171,24 @@ class ExponentialMovingAverage(Callback):
         return averages, [_local(weights[name].detach()) for name in self._average]
 
 
-def _copies(pl_module: LightningModule) -> dict[str, Tensor]:
+def _copies(pl_module: LightningModule, names: Collection[str] = ()) -> dict[str, Tensor]:
+    """Return copies of the weights that are trained or have one of the given names."""
     _reshard(pl_module)
-    return {name: _exact(p.detach()) for name, p in pl_module.named_parameters() if p.requires_grad}
+    return {name: _exact(p.detach()) for name, p in pl_module.named_parameters() if p.requires_grad or name in names}
+
+
+def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
+    """Return the names of the weights in a checkpoint whose average differs from the trained weight.
+
+    When a run resumes, weights may still be frozen that a callback unfreezes later.
+    """
+    averages, trained = checkpoint.get("state_dict") or {}, checkpoint.get(LIVE) or {}
+    both = {name: (averages[name], trained[name]) for name in trained if name in averages}
+    return {
+        name
+        for name, (average, weight) in both.items()
+        if not is_shard(average) and not is_shard(weight) and not torch.equal(average.to(weight.dtype), weight)
+    }
 
 
 def _exact(weight: Tensor) -> Tensor:

@@ -61,6 +61,10 @@ class Forecast(Callback):
         if not trainer.sanity_checking:
             self._paused += time.monotonic() - self._stopped
 
+    def exclude(self, seconds: float) -> None:
+        """Leave out the time of a periodic evaluation in the measurement of the training speed."""
+        self._paused += seconds
+
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Print the speed and the remaining time once, as soon as the speed has been measured."""
         # Optimizer steps, not batches: under gradient accumulation several batches end at the same step.

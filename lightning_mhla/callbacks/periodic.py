@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_mhla.callbacks.curves import LearningCurves
-from lightning_mhla.callbacks.recovery import is_leaving
+from lightning_mhla.callbacks.recovery import RunStopped, is_leaving
 from lightning_mhla.callbacks.stalls import StallWatch
 from lightning_mhla.system.numbers import plural
+
+
+@runtime_checkable
+class MeasuresSpeed(Protocol):
+    """Protocol of callbacks that measure the speed of training, without the time of periodic evaluations."""
+
+    def exclude(self, seconds: float) -> None:
+        """Leave out a number of seconds that an evaluation has just taken."""
 
 
 class PeriodicEvaluation(Callback):
@@ -47,22 +56,31 @@ class PeriodicEvaluation(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Run the evaluation when the number of completed optimizer steps is a multiple of ``every_n_steps``."""
-        step = trainer.global_step
-        if self.every_n_steps and step and step % self.every_n_steps == 0:
+        if self._is_due(trainer):
             self._once(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if ``at_end`` is true."""
-        if self.at_end:
+        """Evaluate the final weights if ``at_end`` is true, or if their step is a multiple of ``every_n_steps``."""
+        if self.at_end or self._is_due(trainer):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if ``at_end`` is true and they have not been evaluated yet.
+        """Evaluate the final weights if they are to be evaluated and have not been evaluated yet.
 
         This is the case if the run was interrupted during its final evaluation, and then resumed after the end of training.
+
+        Raises:
+            RunStopped: if a signal stopped the run at its last step. The exit status of the process then says that the run has
+                to be resumed, for its final evaluation.
         """
-        if self.at_end and trainer.global_step:
+        if self._is_due(trainer) or (self.at_end and trainer.global_step):
             self._once(trainer, pl_module)
+            if trainer.global_step != self._evaluated:
+                raise RunStopped
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        step = trainer.global_step
+        return bool(self.every_n_steps and step and step % self.every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer step of the latest evaluation, for the checkpoint."""
@@ -104,6 +122,11 @@ class PeriodicEvaluation(Callback):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, StallWatch):
                     callback.evaluating()
+            start = time.monotonic()
             self.evaluate(trainer, pl_module)
+            seconds = time.monotonic() - start
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, MeasuresSpeed):
+                    callback.exclude(seconds)
             # Only now: a checkpoint that is saved after a failed evaluation must not say that it was done.
             self._evaluated = trainer.global_step

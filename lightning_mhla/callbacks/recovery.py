@@ -32,6 +32,7 @@ from lightning_mhla.system.lightning_private import (
     ends_epoch,
     loop_metrics,
     start_next_epoch,
+    stops_early,
     validates_after_this_batch,
 )
 from lightning_mhla.system.processes import Agreement
@@ -400,7 +401,7 @@ def _is_over(trainer: Trainer) -> bool:
     epochs = trainer.max_epochs
     # `current_epoch` counts this epoch only after the hooks of its end.
     last_epoch = epochs not in (None, -1) and trainer.current_epoch + 1 >= epochs
-    return last_epoch or 0 <= trainer.max_steps <= trainer.global_step or trainer.should_stop
+    return last_epoch or 0 <= trainer.max_steps <= trainer.global_step or stops_early(trainer)
 
 
 def is_leaving(trainer: Trainer) -> bool:

@@ -80,8 +80,12 @@ def inside_accumulation(trainer: Trainer) -> bool:
 
 def ends_epoch(trainer: Trainer) -> bool:
     """Return whether the epoch ends after the current training batch, because it is the last batch or training stops."""
-    fit_loop = trainer.fit_loop
-    return fit_loop.epoch_loop._is_training_done or (trainer.should_stop and fit_loop._can_stop_early)
+    return trainer.fit_loop.epoch_loop._is_training_done or stops_early(trainer)
+
+
+def stops_early(trainer: Trainer) -> bool:
+    """Return whether training stops because a callback has requested it, and ``min_epochs`` and ``min_steps`` are reached."""
+    return trainer.should_stop and trainer.fit_loop._can_stop_early
 
 
 def ended_inside_epoch(trainer: Trainer) -> bool:

@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from lightning_mhla.callbacks.finite import FiniteWatch
 from lightning_mhla.callbacks.forecast import Forecast
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.callbacks.pictures import AttentionPictures
-from lightning_mhla.callbacks.recovery import Recovery
+from lightning_mhla.callbacks.recovery import Recovery, RunStopped
 from lightning_mhla.callbacks.report import RunReport
 from lightning_mhla.checkpoints.io import check_entries
 from lightning_mhla.checkpoints.weights import LIVE
@@ -94,6 +95,87 @@ def test_a_second_fit_is_evaluated_like_the_first(tmp_path: Path) -> None:
     for fits in (1, 2, 3):
         trainer(tmp_path, counted).fit(Line(), loader())
         assert counted.calls == fits
+
+
+class Slow(PeriodicEvaluation):
+    """Evaluation that takes a while."""
+
+    def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        time.sleep(0.5)
+
+
+def test_the_time_of_evaluations_is_not_that_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(tmp_path, Slow(1, at_end=True), Forecast(1, 2)).fit(Line(), loader())
+    assert "steps per second" in capsys.readouterr().err, "with the evaluations, a step takes half a second at least"
+
+
+@pytest.mark.parametrize(("steps", "calls"), [(2, 2), (4, 1), (3, 1), (5, 0)])
+def test_the_last_step_is_evaluated_like_the_others(steps: int, calls: int, tmp_path: Path) -> None:
+    counted = Counted(steps, at_end=False)
+    trainer(tmp_path, counted).fit(Line(), loader())
+    assert counted.calls == calls
+
+
+class Signalled(Callback):
+    """Callback that acts like a signal in the last step."""
+
+    def __init__(self, recovery: Recovery) -> None:
+        self.recovery = recovery
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.recovery.signals.received = "SIGTERM" if trainer.global_step == 3 else None
+
+
+def test_a_signal_in_the_last_step_leaves_the_final_evaluation_to_a_resumed_run(tmp_path: Path) -> None:
+    counted, recovery = Counted(None, at_end=True), Recovery(signals=())
+    fit = trainer(tmp_path, counted, recovery, Signalled(recovery), enable_checkpointing=True)
+    with pytest.raises(RunStopped):
+        fit.fit(Line(), loader())
+    assert counted.calls == 0
+    again = trainer(tmp_path, counted, Recovery(signals=()), enable_checkpointing=True)
+    again.fit(Line(), loader(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
+    assert counted.calls == 1
+
+
+def test_a_finished_run_that_resumes_ends_with_the_average(tmp_path: Path) -> None:
+    weights = []
+    for start in (None, tmp_path / "checkpoints" / "last.ckpt"):
+        model, average = Line(), ExponentialMovingAverage(0.5)
+        fit = trainer(tmp_path, average, Recovery(signals=()), enable_checkpointing=True)
+        fit.fit(model, loader(), ckpt_path=start)
+        weights.append(model.layer.weight.item())
+    assert weights == pytest.approx([0.6875, 0.6875])
+
+
+class Thawing(BaseFinetuning):
+    """Callback that trains the layer only from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.layer)  # type: ignore[arg-type]
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layer, optimizer, lr=0.1, initial_denom_lr=1)  # type: ignore[arg-type]
+
+
+class Headed(Line):
+    """The same with one more weight, so that something is trained from the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor) -> Tensor:
+        return super().training_step(batch) + self.head
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.head], 0.1)
+
+
+def test_weights_that_are_unfrozen_later_are_averaged(tmp_path: Path) -> None:
+    model = Headed()
+    trainer(tmp_path, Thawing(), ExponentialMovingAverage(0.5), max_epochs=2).fit(model, loader())
+    assert model.layer.weight.item() == pytest.approx(0.6875)  # trained to 0.6
 
 
 @pytest.mark.parametrize("action", ["stop", "skip"])

@@ -10,6 +10,9 @@ import pytest
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from lightning_mhla.system.steps import accumulation, steps_of_epochs, steps_of_run
+from lightning_mhla.training.module import TrainingModule
+from lightning_mhla.training.optim import OptimizerConfig
+from lightning_mhla.training.options import TrainingOptions
 
 
 def trainer(batches: float = 7, accumulate: int = 1, schedule: dict[int, int] | None = None, **options: Any) -> Any:
@@ -71,3 +74,12 @@ def test_the_limit_that_is_reached_first_ends_a_run(limits: dict[str, int], step
     found = steps_of_run(trainer(**limits))
     assert found == steps
     assert isinstance(found, float | int)
+
+
+def test_a_warm_up_in_epochs_needs_data_with_a_length() -> None:
+    module = TrainingModule(TrainingOptions(optimizer=OptimizerConfig(warmup_epochs=2)))
+    module._trainer = trainer(batches=math.inf, max_steps=100)
+    with pytest.raises(ValueError, match=r"warmup_epochs=2 needs data with a length; give warmup_steps"):
+        module._lengths()
+    module._trainer = trainer(max_steps=100)
+    assert module._lengths() == (100, 7)

@@ -58,6 +58,10 @@ class TokenThroughput(Callback):
         """Restart the timer, so that validation does not count as training time."""
         self.restart(trainer)
 
+    def exclude(self, seconds: float) -> None:
+        """Leave out the time of a periodic evaluation in the measurement of the training speed."""
+        self._start += seconds
+
     def restart(self, trainer: Trainer) -> None:
         """Restart the timer and the token count, to exclude the time of work such as validation from the training speed.
 
