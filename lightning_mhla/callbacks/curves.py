@@ -61,12 +61,21 @@ class LearningCurves(Callback):
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the recorded values of all metrics with their optimizer steps, for the checkpoint."""
-        return as_lists(self.points)
+        """Return the state for a checkpoint.
+
+        Returns:
+            Dict with ``points`` (values of all metrics with their optimizer steps) and ``validation`` (names of the metrics
+            that validation has logged).
+        """
+        return {"points": as_lists(self.points), "validation": sorted(self.points.validation)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the recorded values of all metrics from a checkpoint."""
-        self.points.restore(state_dict)
+        points = state_dict.get("points")
+        if not isinstance(points, dict):  # a checkpoint of an earlier version holds the points themselves
+            points = state_dict
+        self.points.restore(points)
+        self.points.validation.update(state_dict["validation"] if points is not state_dict else ())
 
     def draw(self) -> None:
         """Draw the recorded metrics and write the picture. Before training starts, the method does nothing."""

@@ -344,6 +344,19 @@ def test_curves_and_report_show_metrics_of_any_name(tmp_path: Path) -> None:
     assert record["skipped"] == []
 
 
+def test_curves_of_a_resumed_run_keep_a_metric_that_training_and_validation_log(tmp_path: Path) -> None:
+    first, second = LearningCurves(), LearningCurves()
+    fit = trainer(tmp_path, first, log_every_n_steps=1, max_epochs=2)
+    fit.fit(Named(), loader(), loader())
+    fit.save_checkpoint(tmp_path / "last.ckpt")
+    resumed = trainer(tmp_path, second, log_every_n_steps=1, max_epochs=3)
+    resumed.fit(Named(), loader(), loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert second.points["both"] == [(4, 7.0), (8, 8.0), (12, 9.0)]
+    earlier_version = LearningCurves()
+    earlier_version.load_state_dict({"val/loss": [[4, 7.0]]})
+    assert earlier_version.points == {"val/loss": [(4, 7.0)]}
+
+
 def test_a_run_outside_the_main_thread(tmp_path: Path) -> None:
     fit, model = trainer(tmp_path, Recovery(), enable_checkpointing=True), Line()
     thread = threading.Thread(target=lambda: fit.fit(model, loader()))

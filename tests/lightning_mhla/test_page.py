@@ -362,8 +362,8 @@ def test_curves_and_report_share_one_record(tmp_path: Path, order: int) -> None:
     assert report.points is curves.points
     assert curves.points["val/epoch"] == [(2, 0.0), (4, 1.0)], "one point a validation, whoever comes first"
     saved = torch.load(next(tmp_path.rglob("*.ckpt")), weights_only=True)["callbacks"]
-    assert saved["RunReport"]["points"] == {"val/epoch": saved["LearningCurves"]["val/epoch"]}
-    assert {"val/epoch", "train/steps"} <= set(saved["LearningCurves"])
+    assert saved["RunReport"]["points"] == {"val/epoch": saved["LearningCurves"]["points"]["val/epoch"]}
+    assert {"val/epoch", "train/steps"} <= set(saved["LearningCurves"]["points"])
     alone = RunReport()
     alone.load_state_dict(saved["RunReport"])
     assert alone.points == {"val/epoch": [(2, 0.0), (4, 1.0)]}
