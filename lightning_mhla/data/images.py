@@ -111,7 +111,8 @@ def as_shown(image: Image.Image) -> Image.Image:
     image.load()
     try:
         orientation = image.getexif().get(ORIENTATION)
-    except BROKEN:  # Pillow ignores such data when it opens a JPEG file, but not in a copy of it, nor in the other formats
+    # Pillow ignores such data when it opens a JPEG file, but not in a copy of the image, nor in the other formats.
+    except BROKEN:
         orientation = None
     if orientation is not None:
         ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
