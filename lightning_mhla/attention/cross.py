@@ -179,8 +179,8 @@ class CrossAttention(nn.Module):
             out = self.attend_summaries(inputs, context)
         else:
             k, v, readable, keys = self._read(context, context_mask, projections, context_layout)
-            if len(context) != len(x):
-                raise ValueError(f"a context of {len(context)} rows does not fit tokens of {len(x)} rows")
+            if context.shape[0] != x.shape[0]:  # not by `len`, which makes the size a constant of an exported graph
+                raise ValueError(f"a context of {context.shape[0]} rows does not fit tokens of {x.shape[0]} rows")
             q = projections.queries(hide_rows(tokens, visible))
             out = self.attend(CrossInputs(q, k, v, visible, readable, queries, keys, first))
         out = (out if self.norm is None else self.norm(out)).flatten(2)

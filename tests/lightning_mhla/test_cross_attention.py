@@ -359,6 +359,15 @@ def test_the_layer_compiles_without_breaks() -> None:
     torch.testing.assert_close(compiled(x, context), layer(x, context, context_mask=mask))
 
 
+@pytest.mark.parametrize("kind", ["mhla", "linear", "softmax"])
+def test_an_exported_layer_takes_any_number_of_rows(kind: str) -> None:
+    layer, (x, context) = build(kind=kind), tokens()
+    rows = torch.export.Dim("rows", min=2, max=64)
+    graph = torch.export.export(layer, (x, context), dynamic_shapes=({0: rows}, {0: rows})).module()
+    x, context = x.repeat(2, 1, 1)[1:], context.repeat(2, 1, 1)[1:]
+    torch.testing.assert_close(graph(x, context), layer(x, context))
+
+
 def test_coefficients_outside_the_range_count_as_reflected_and_go_to_other_heads() -> None:
     layer = build()
     with torch.no_grad():
