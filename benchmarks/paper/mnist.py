@@ -139,7 +139,8 @@ def measure_long(checkpoint: Path) -> Row:
     """Measure a trained classifier as :func:`measure`, and read its held-out accuracy after every epoch."""
     callbacks = torch.load(checkpoint, weights_only=True, map_location="cpu", mmap=True)["callbacks"]
     (curves,) = (state for name, state in callbacks.items() if name.startswith("LearningCurves"))
-    return {**measure(checkpoint), "accuracy_by_epoch": [value for _, value in curves["val/accuracy"]]}
+    points = curves.get("points", curves)  # checkpoints of earlier versions hold the points themselves
+    return {**measure(checkpoint), "accuracy_by_epoch": [value for _, value in points["val/accuracy"]]}
 
 
 def section_long(rows: list[Row], folder: Path) -> str:

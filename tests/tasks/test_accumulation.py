@@ -93,8 +93,8 @@ def test_every_callback_of_a_shipped_run_lasts(tmp_path: Path, config: str, accu
     status, text = fork_server().run("fit", "--config", str(path), "--run_dir=run", folder=tmp_path)
     assert status == 0, text[-3000:]
     assert len(re.findall(r"steps per second|s per step", text)) == 1, "the speed is printed once"
-    points = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["callbacks"]["LearningCurves"]["points"]
-    assert [step for step, _ in points["train/loss"]] == [5, 10, 15, 20, 25, 30], (
+    curves = torch.load(tmp_path / "run/checkpoints/last.ckpt", weights_only=True)["callbacks"]["LearningCurves"]
+    assert [step for step, _ in curves["points"]["train/loss"]] == [5, 10, 15, 20, 25, 30], (
         "a point for each logged step, none at 0"
     )
     assert list(rows(tmp_path / "run", "train/loss")) == [4, 9, 14, 19, 24, 29]
