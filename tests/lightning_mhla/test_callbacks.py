@@ -151,11 +151,11 @@ class Thawing(BaseFinetuning):
     """Callback that trains the layer only from the second epoch on."""
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(pl_module.layer)  # type: ignore[arg-type]
+        self.freeze(pl_module.layer)
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: torch.optim.Optimizer) -> None:
         if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.layer, optimizer, lr=0.1, initial_denom_lr=1)  # type: ignore[arg-type]
+            self.unfreeze_and_add_param_group(pl_module.layer, optimizer, lr=0.1, initial_denom_lr=1)
 
 
 class Headed(Line):
