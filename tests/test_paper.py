@@ -480,6 +480,7 @@ def test_the_guide_shows_the_learning_curve_of_smollm2() -> None:
     assert f"the last quarter of the positions is {end:.0%} behind" in text
     near, far = distance(shorter, "240")
     assert f"ended {near:.1%} and {far:.1%} behind" in text
+    assert len(set(mixed["kept"]) - set(shorter["kept"])) == 2
     assert (linear["device"], softmax["device"], shorter["device"]) == ("AMD EPYC",) * 3
     assert "Xeon" in mixed["device"]
     assert widest["tune"]["steps"] == 30

@@ -224,7 +224,8 @@ class Pipeline:
         run = self.work / "tuning"
         try:
             checkpoint = best_checkpoint(run)
-        except FileNotFoundError:  # a run that never validated has no best state
+        except FileNotFoundError as error:  # for example, a run that never validated
+            _say(f"the last checkpoint is exported: {error}")
             checkpoint = run / "checkpoints" / "last.ckpt"
         self._lightning(["export", str(checkpoint), str(self.target)], "export")
         self._keep(exported=target)
