@@ -47,6 +47,7 @@ from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.modes import evaluation_mode
 
 WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "exponential", "feature_map": "learned"}
 """Window of 128 to 256 tokens, and MHLA before it."""
@@ -397,9 +398,8 @@ def run_row(
     def measure(step: int, seconds: float) -> None:
         if step not in steps:
             return
-        was_training = model.training
-        curve[str(step)] = perplexities(model.eval(), held_out)
-        model.train(was_training)
+        with evaluation_mode(model):
+            curve[str(step)] = perplexities(model, held_out)
         print(f"{name}, step {step}: {json.dumps(curve[str(step)])}", flush=True)
         save(row | {"tune": {"steps": step, "seconds": seconds}, "steps": curve, "tuned": curve[str(step)]})
 
@@ -413,6 +413,11 @@ def run_row(
             model, AutoTokenizer.from_pretrained(options.source, trust_remote_code=False), long_text
         )
     return row
+
+
+def write_row(file: Path, row: dict[str, Any]) -> None:
+    """Write the results of a row and a description of the machine as JSON."""
+    write_whole(file, json.dumps({**describe(torch.device("cpu")), **row}, indent=1) + "\n")
 
 
 def describe_row(name: str, options: argparse.Namespace) -> str:
@@ -479,10 +484,7 @@ def main() -> None:
         label = describe_row(name, options)
         file = options.out / "real-language" / f"{label.replace(', ', '-').replace(' ', '-')}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-
-        def save(results: dict[str, Any], file: Path = file) -> None:
-            write_whole(file, json.dumps({**describe(torch.device("cpu")), **results}, indent=1) + "\n")
-
+        save = partial(write_row, file)
         row = run_row(name, options, stream, held_out, long_text, cost_documents, save)
         print(
             label,

@@ -209,9 +209,9 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
         return (new - output).square().mean() / output.var().clamp(min=tiny)
     real = real.expand(output.shape[:2])[..., None]
     # The mean and the variance of the real tokens alone; like `var`, the variance is divided by one less than their number.
-    count = (real.sum() * output.shape[-1]).clamp(min=2)  # a batch of padding alone has distance 0, not 0 / 0
+    count = (real.sum() * output.shape[-1]).clamp(min=1)  # a batch of padding alone has distance 0, not 0 / 0
     mean = torch.where(real, output, 0).sum() / count
-    variance = torch.where(real, output - mean, 0).square().sum() / (count - 1)
+    variance = torch.where(real, output - mean, 0).square().sum() / (count - 1).clamp(min=1)
     return torch.where(real, new - output, 0).square().sum() / count / variance.clamp(min=tiny)
 
 

@@ -187,7 +187,7 @@ def read_yaml(path: Path) -> Any:
         with path.open(encoding="utf-8-sig") as stream:
             text = stream.read(YAML_CHARACTERS + 1)
         return parse_yaml(text)
-    except (OSError, yaml.YAMLError, *BROKEN) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ValueError(f"{path} cannot be read ({reason(error)})") from error
 
 

@@ -11,6 +11,7 @@ from mhla_tasks.language import MHLAForCausalLM
 from processes import fork_server
 from small import KINDS, small_model
 from torch.utils.data import Dataset
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
 
 from lightning_mhla import GenerationCache
@@ -167,8 +168,6 @@ def test_the_loss_reads_the_logits_that_are_computed_anyway(case: str) -> None:
         options = {"loss_reduction": "none"}
     elif case == "last columns only":
         options = {"logits_to_keep": 2}
-    products: list[int] = []
-    model.head.register_forward_hook(lambda *_: products.append(1))
     results = []
     for skip in (False, True):
         model.zero_grad()
@@ -177,7 +176,18 @@ def test_the_loss_reads_the_logits_that_are_computed_anyway(case: str) -> None:
             loss.backward()
         results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
     torch.testing.assert_close(results[0], results[1])
-    assert len(products) == 1  # the head of a model without logits is part of the loss
+
+
+@pytest.mark.parametrize("labels", ["all tokens", "few tokens"])
+def test_a_loss_adds_no_product_to_the_logits(labels: str) -> None:
+    model = small_model("exponential").network.train()
+    targets = IDS if labels == "all tokens" else IDS.index_fill(1, torch.arange(IDS.shape[1] - 3), -100)
+    counts = []
+    for options in ({}, {"labels": targets}):
+        with FlopCounterMode(display=False) as counter:
+            model(IDS, use_cache=False, **options)
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
