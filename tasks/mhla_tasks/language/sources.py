@@ -204,9 +204,10 @@ class TokenWindows:
         offset = (index - (int(self.ends[run - 1]) if run else 0)) * self.context
         tokens, first = self.runs.read(run, offset, self.context + 1)
         tokens = tokens.astype(np.int64)
-        if len(unknown := tokens[(tokens < 0) | (tokens >= len(self.token_bytes))]):
+        least, largest = tokens.min(), tokens.max()
+        if least < 0 or largest >= len(self.token_bytes):
             raise BrokenSampleError(
-                f"{self.runs.describe(run)}: token {unknown[0]} is not in the tokenizer's vocabulary of "
+                f"{self.runs.describe(run)}: token {least if least < 0 else largest} is not in the tokenizer's vocabulary of "
                 f"{len(self.token_bytes)}"
             )
         sample: dict[str, Any] = {"tokens": torch.from_numpy(tokens)}
