@@ -60,7 +60,9 @@ def test_windows_hold_every_token_once_as_a_target() -> None:
     small = TokenWindows(ArrayRuns(tokens, starts, "text"), 64, np.ones(50, dtype=np.int64), separate_documents=False)
     with pytest.raises(BrokenSampleError, match="text: token 96 is not in the tokenizer's vocabulary of 50"):
         small[1]
-    negative = TokenWindows(ArrayRuns(tokens - 1, starts, "text"), 64, np.ones(97, dtype=np.int64), separate_documents=False)
+    negative = TokenWindows(
+        ArrayRuns(tokens - 1, starts, "text"), 64, np.ones(97, dtype=np.int64), separate_documents=False
+    )
     with pytest.raises(BrokenSampleError, match="text: token -1 is not in the tokenizer's vocabulary of 97"):
         negative[0]
 
