@@ -15,9 +15,16 @@ import yaml
 from fuzzing import fuzz
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonargparse import ArgumentError
 from jsonargparse._common import parsing_settings
+from lightning import Callback, LightningModule
+from lightning.pytorch.cli import instantiate_module
 from mhla_tasks.captioned.text import TextConfig, make_encoder
 from mhla_tasks.commandline.parser import main
+from mhla_tasks.commandline.trust import allow_imports
+from transformers import PretrainedConfig
+
+from lightning_mhla import CrossAttentionConfig
 
 DIGITS = Path(__file__).parents[2] / "configs/classification/digits.yaml"
 RUN = ["--trainer.fast_dev_run=true", "--trainer.accelerator=cpu"]
@@ -440,6 +447,41 @@ def test_classes_are_taken_where_a_parameter_names_their_base() -> None:
     with pytest.raises(ValueError, match="is not a LightningDataModule"):
         find_class("lightning.pytorch.callbacks.Timer", (LightningDataModule,))
     assert find_class("lightning.pytorch.callbacks.Timer", (Callback,)).__name__ == "Timer"
+
+
+class Own(LightningModule):
+    """Module with options of the kinds that checkpoints of the suite name by class."""
+
+    def __init__(
+        self,
+        network: PretrainedConfig | None = None,
+        cross_attention: CrossAttentionConfig | None = None,
+        callback: Callback | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = {"network": network, "cross_attention": cross_attention, "callback": callback}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("network", {"class_path": "transformers.LlamaConfig", "init_args": {"hidden_size": 64}}),
+        ("cross_attention", {"block_grid": [2, 2], "key_block_size": 2}),
+        ("callback", {"class_path": "lightning_mhla.callbacks.Recovery"}),
+    ],
+)
+def test_a_command_leaves_later_code_free_to_load_checkpoints(
+    name: str, options: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lightning builds the objects in a checkpoint by jsonargparse, whose settings a command in this process has changed."""
+    monkeypatch.setitem(parsing_settings, "import_path_verdicts", {})
+    failing(capsys, monkeypatch, "fit", "--config", str(DIGITS), "--model.wrong=1", *RUN)
+    built = instantiate_module(Own, {name: options})
+    assert type(built.options[name]).__name__ in ("LlamaConfig", "CrossAttentionConfig", "Recovery")
+
+    allow_imports([])  # the start of another command, which may name none of these classes by itself
+    with pytest.raises(ArgumentError, match="is not allowed"):
+        instantiate_module(Own, {name: options})
 
 
 @pytest.mark.parametrize("name", ["lightning_evil.X", "torchmetrics2.X", "mhla_tasksx.video.Y"])

@@ -47,7 +47,7 @@ from mhla_tasks.commandline.progress_bar import EpochBar
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.saved_configuration import SaveConfig
 from mhla_tasks.commandline.sources import Source
-from mhla_tasks.commandline.trust import allow_model_config, refusal, subclass_named
+from mhla_tasks.commandline.trust import allow_model_config, permit_loading, refusal, subclass_named
 
 log = logging.getLogger(__name__)
 
@@ -265,6 +265,8 @@ def main(args: Sequence[str] | None = None) -> None:
             for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
                 signal.signal(number, signal.SIG_IGN)  # srun repeats its signal while a process exits
             raise
+        finally:
+            permit_loading()
 
 
 def _run(arguments: Sequence[str]) -> None:

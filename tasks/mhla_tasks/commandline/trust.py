@@ -119,6 +119,15 @@ def allow_model_config(values: object) -> None:
     _tell_parser()
 
 
+def permit_loading() -> None:
+    """Permit the parser to import the classes that checkpoints of the suite name, after a command in the same process.
+
+    The settings of jsonargparse are global, and Lightning uses it in ``load_from_checkpoint``. Without this call, code that
+    runs after a command, such as the next cell of a notebook, could load only checkpoints with the classes of that command.
+    """
+    set_parsing_settings(import_path_allowlist=[*PACKAGES, "transformers"])
+
+
 def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool = False) -> type:
     """Import a class that a configuration or the command line names, if this is permitted.
 
@@ -374,8 +383,9 @@ def _is_within(path: str, names: Sequence[str]) -> bool:
 
 
 def _tell_parser() -> None:
+    # The most specific entry counts, so the packages that `permit_loading` permitted are denied by name.
     set_parsing_settings(
-        import_path_denylist=["*"],
+        import_path_denylist=["*", *PACKAGES, "transformers"],
         import_path_allowlist=[*_trusted, *_classes],
         instantiate_subclass_spec_in_any=False,
     )
