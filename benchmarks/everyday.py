@@ -12,6 +12,8 @@ The comparisons are:
 
     text N          two training steps of a model with exponential mixing (4 layers of width 256) on 4,096 tokens, in sequences
                     of N tokens; peer: a Llama of transformers of equal size
+    bound of text N the same, but attention adds queries, keys and values, which costs nearly nothing. No attention with these
+                    projections can make the model faster in relation to the peer
     vision          ten passes of the attention layer of DINOv2-S on 16 images of 257 tokens; peer: the same layer with softmax
     images          one epoch of 1,500 JPEG files of 500 x 375 pixels; peer: torchvision's ImageFolder with the same transform
     generation B    decoding of 64 tokens of each of B sequences after 8,192 tokens; peer: transformers' Llama with its cache
@@ -57,6 +59,7 @@ from benchmarks.generation import SIZE, build
 from benchmarks.machine import describe
 from benchmarks.throughput import build as build_configured
 from lightning_mhla import GenerationCache
+from lightning_mhla.attention.base import Attention
 from lightning_mhla.system.files import write_whole
 
 ROOT = Path(__file__).parents[1]
@@ -105,11 +108,21 @@ def llama(context: int) -> LlamaForCausalLM:
     )
 
 
-def text(tokens: int) -> tuple[Work, Work]:
+def without_attention(model: nn.Module) -> nn.Module:
+    """Replace the attention of each layer by the sum of queries, keys and values. Its projections and its gate remain."""
+    for layer in model.modules():
+        if isinstance(layer, Attention):
+            layer.rotary = None
+            layer.attend = lambda inputs: inputs.q + inputs.k + inputs.v  # type: ignore[method-assign]
+    return model
+
+
+def text(tokens: int, attends: bool = True) -> tuple[Work, Work]:
     """Return functions that time two training steps of a language model on a batch of 4,096 tokens.
 
     Args:
         tokens: number of tokens of a sequence.
+        attends: whether the model of this package computes attention.
 
     Returns:
         Functions for a model of this package with exponential mixing, and for transformers' Llama.
@@ -127,7 +140,8 @@ def text(tokens: int) -> tuple[Work, Work]:
 
         return timed(run)
 
-    return steps(build("exponential", tokens)), steps(llama(tokens))
+    model = build("exponential", tokens)
+    return steps(model if attends else without_attention(model)), steps(llama(tokens))
 
 
 def vision(part: str) -> tuple[Work, Work]:
@@ -320,6 +334,8 @@ def comparisons(stack: ExitStack) -> dict[str, Callable[[], tuple[Work, Work]]]:
     return {
         "text 512": lambda: text(512),
         "text 4096": lambda: text(4096),
+        "bound of text 512": lambda: text(512, attends=False),
+        "bound of text 4096": lambda: text(4096, attends=False),
         "vision": lambda: vision("forward"),
         "vision training": lambda: vision("both"),
         "images, 0 workers": lambda: pictures(0),

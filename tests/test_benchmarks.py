@@ -191,6 +191,23 @@ def test_models_of_everyday_work_have_the_size_of_their_peers() -> None:
     assert ours == pytest.approx(peer, rel=0.1)
 
 
+def test_the_bound_of_training_on_texts_leaves_out_the_operator_alone() -> None:
+    """All parameters take part but those of the operator, and the products are those outside it."""
+    model, bound = (change(build("exponential", 64)) for change in (lambda model: model, everyday.without_attention))
+    tokens = torch.zeros(2, 64, dtype=torch.long)
+    counts = []
+    for network in (model, bound):
+        with FlopCounterMode(display=False) as counter:
+            network.train()(input_ids=tokens, labels=tokens).loss.backward()
+        counts.append(counter.get_flop_counts()["Global"])
+    product, batched = torch.ops.aten.mm, torch.ops.aten.bmm
+    assert counts[0][product] == counts[1][product]
+    assert counts[0][batched] > 0
+    assert batched not in counts[1]
+    unused = {name.rpartition(".")[2] for name, weight in bound.named_parameters() if weight.grad is None}
+    assert unused <= {name.rpartition(".")[2] for name, _ in model.named_parameters() if "mixing" in name}
+
+
 @pytest.mark.parametrize("config", everyday.FITS)
 def test_a_fit_is_measured_beside_a_bare_loop(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(everyday.FITS, config, (2, ["--trainer.max_steps=2", "--trainer.limit_val_batches=1"]))
