@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lightning_mhla.data.lines import decode_text, has_surrogates, json_lines, parse_json, text_entry
+from lightning_mhla.data.lines import NotTextError, decode_text, has_surrogates, json_lines, parse_json, text_entry
 from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.source import BrokenSampleError, read_sample
@@ -326,12 +326,22 @@ def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
     """Encode the captions of a sample as the content of a ``.txt`` file (one caption) or a ``.json`` file (several).
 
+    A single caption that a reader of text files would reject or change, such as one with a zero byte, is also encoded as JSON.
+
     Returns:
         Dict with one entry: the file's extension, ``"txt"`` or ``"json"``, and its content.
     """
-    if len(captions) == 1:
+    if len(captions) == 1 and _is_plain(captions[0].encode()):
         return {TEXT: captions[0].encode()}
     return {JSON: json.dumps(list(captions)).encode()}
+
+
+def _is_plain(data: bytes) -> bool:
+    """Return whether the UTF-8 content of a text file is read as it is: as text, without a byte order mark."""
+    try:
+        return decode_text(data, "a caption").encode() == data
+    except NotTextError:
+        return False
 
 
 def _listed(content: Any, key: str, where: str) -> list[Any]:

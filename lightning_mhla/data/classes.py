@@ -47,15 +47,18 @@ def read_classes(file: Path) -> list[str] | None:
         Class names in the order of their labels, 0 for the first line; None if the file does not exist.
 
     Raises:
-        ValueError: if a name occurs twice, the file is larger than 64 MiB, or it is not text in UTF-8, UTF-16 or UTF-32.
+        ValueError: if a name occurs twice, a line before the last name is blank, the file is larger than 64 MiB, or it is not
+            text in UTF-8, UTF-16 or UTF-32.
     """
     if not file.is_file():
         return None
     if (size := file.stat().st_size) > LARGEST_LIST:
         raise ValueError(f"{file} has {size} bytes, at most {LARGEST_LIST} are read; write one name per line")
     names = read_text(file).split("\n")
-    # The file ends with a line feed, after which `split` returns an empty name.
-    names = names[:-1] if names and not names[-1] else names
+    while names and not names[-1]:  # the line feed at the end, and blank lines after it
+        names.pop()
+    if "" in names:
+        raise ValueError(f"{file}: line {names.index('') + 1} is blank; write one name on each line")
     if len(set(names)) < len(names):
         twice = next(name for name, count in Counter(names).items() if count > 1)
         raise ValueError(f"{file} lists {twice!r} twice")

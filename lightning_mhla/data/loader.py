@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from threading import Thread
 from typing import Any, NamedTuple
@@ -145,6 +145,9 @@ def samples_each(batch_size: int, world: int) -> int:
 
 UNSAID = {"groups": None, "repeats": 1}
 """Values of options that affect the order of samples, assumed for old checkpoints that do not contain these options."""
+
+CHECKSUMS = {"groups": "samples of different shapes", "shards": "shards of different sizes"}
+"""Options of which a checkpoint holds only a checksum, and what the error message says if it differs."""
 
 WORKER_SECONDS = 120
 """Seconds that a worker process continues after a signal, while the training process finishes its step and saves."""
@@ -357,10 +360,13 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the options that determine the sample order, which are saved in checkpoints and compared on resume."""
-        # A checksum, because a checkpoint should not hold a number for each sample.
+        # Checksums, because a checkpoint should not hold a number for each sample.
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
-        options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window, "groups": groups}
-        return {"samples": len(self.source), "repeats": self.repeats, **options}
+        sizes = np.array(self.source.shard_sizes, np.int64)
+        # Without a window, the order does not depend on the division into shards.
+        shards = None if self.window is None or self.window >= len(sizes) else zlib.crc32(sizes.tobytes())
+        options = {"batch_size": self.batch_size, "seed": self.seed, "window": self.window}
+        return {"samples": len(self.source), "repeats": self.repeats, **options, "groups": groups, "shards": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that a checkpoint was saved with the same sample order.
@@ -386,10 +392,30 @@ class ResumableLoader:
         Raises:
             ValueError: if an option that determines the order, such as the batch size or the seed, differs.
         """
-        for key, current in self.state_dict().items():
-            saved = state.get(key, UNSAID.get(key, current))
-            if saved != current:
-                raise ValueError(
-                    f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it cannot resume "
-                    f"with the very next sample. Set {key} back, or start a new run from the weights alone"
-                )
+        check_same_order(state, self.state_dict())
+
+
+def check_same_order(saved_options: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Check that the options that determine the order of samples are those with which a checkpoint was saved.
+
+    Args:
+        saved_options: options in the checkpoint by name. Missing ones, as in old checkpoints, are not compared.
+        options: current options.
+
+    Raises:
+        ValueError: if an option differs.
+    """
+    for key, current in options.items():
+        saved = saved_options.get(key, UNSAID.get(key, current))
+        if saved == current:
+            continue
+        if key in CHECKSUMS:
+            difference = f"on {CHECKSUMS[key]} than those of this run"
+            way_out = "Use the data of the checkpoint"
+        else:
+            difference = f"with {key}={saved}, this run has {key}={current}"
+            way_out = f"Set {key} back"
+        raise ValueError(
+            f"the checkpoint was trained {difference}: it cannot resume with the very next sample. {way_out}, or start a new "
+            "run from the weights alone"
+        )

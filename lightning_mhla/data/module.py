@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,8 @@ from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.options import ShardOptions
-from lightning_mhla.data.shards import ShardReader, find_shards, holds_shards
+from lightning_mhla.data.origins import MODEL_FILES
+from lightning_mhla.data.shards import ShardReader, beside_shard, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.hyperparameters import LoggedApart
@@ -23,6 +25,9 @@ from lightning_mhla.system.listing import visible_folders
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range, check_seed
 from lightning_mhla.system.redaction import check_secrets
+from lightning_mhla.system.untrusted import read_json
+
+log = logging.getLogger(__name__)
 
 
 class ShardSets:
@@ -39,6 +44,7 @@ class ShardSets:
         self.locations = {"train": train, "validate": val, "test": val}
         self.cache = Path(options.cache_dir) if options.cache_dir else None
         folder = (self.cache or default_cache()) / "streamed"
+        self._encoders: dict[str, Path] = {}
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
@@ -89,6 +95,26 @@ class ShardSets:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
         """
         return ShardReader(self.find(stage), self.cache, self.streamed)
+
+    def compare_encoders(self, stage: str) -> None:
+        """Log a warning if the latents of a stage were encoded by a different model than those of an earlier stage.
+
+        Latents of two models have different meanings. The manifests beside the shards hold digests of the models' files.
+
+        Args:
+            stage: ``"train"``, ``"validate"`` or ``"test"``.
+        """
+        for manifest in sorted({beside_shard(shard, "manifest.json") for shard in self.find(stage)}):
+            digest = read_json(manifest).get(MODEL_FILES) if manifest.is_file() else None
+            if digest is None or digest in self._encoders:
+                continue
+            self._encoders[digest] = manifest
+            first = next(iter(self._encoders.values()))
+            if first != manifest:
+                log.warning(
+                    "%s and %s name models with different files: unless their weights are equal, the latents have different "
+                    "meanings; prepare all shards with one model", first, manifest,
+                )  # fmt: skip
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
         """Return a function that creates a context manager for downloading the shards of a stage ahead of their use.
@@ -200,7 +226,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
             stage: stage of the trainer.
         """
         if stage == "fit":
-            self._trained_with = None
+            self._trained_with = self._train_loader = None
 
     def source(self, stage: str) -> SampleSource:
         """Create the data set for a stage.

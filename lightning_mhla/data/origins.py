@@ -27,7 +27,7 @@ from rich.progress import track
 from lightning_mhla.data.lines import iterate_lines
 from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_whole, written_whole
-from lightning_mhla.system.listing import is_visible, shown
+from lightning_mhla.system.listing import is_file_name, is_visible, shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json
 
@@ -101,10 +101,19 @@ class ShardSet:
     Args:
         folder: folder of the shards.
         prefix: prefix of the shard names, such as ``"train"``.
+
+    Raises:
+        ValueError: if the prefix is empty, begins with a dot, or contains a slash.
     """
 
     folder: Path
     prefix: str
+
+    def __post_init__(self) -> None:
+        if not is_file_name(f"{self.prefix}-0000.tar") or not self.prefix:
+            raise ValueError(
+                f"prefix={self.prefix!r} must be the beginning of a file name, without a slash or a leading dot"
+            )
 
     @property
     def manifest(self) -> Path:

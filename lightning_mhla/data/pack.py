@@ -11,6 +11,7 @@ import numpy as np
 from lightning_mhla.data.captioned import FolderFiles, caption_members
 from lightning_mhla.data.shards import ShardReader
 from lightning_mhla.data.write import write_shards
+from lightning_mhla.system.ranges import check_seed
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,9 @@ class Packing:
         seed: seed for shuffling the samples.
         max_skipped: maximum number of broken samples that are left out. One more broken sample is an error.
         force: whether to delete existing shards with the same prefix first.
+
+    Raises:
+        ValueError: if ``seed`` is negative.
     """
 
     target: Path
@@ -32,6 +36,9 @@ class Packing:
     seed: int = 0
     max_skipped: int = 100
     force: bool = False
+
+    def __post_init__(self) -> None:
+        check_seed(seed=self.seed)
 
 
 def pack_captioned(

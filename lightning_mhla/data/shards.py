@@ -71,7 +71,8 @@ def find_shards(
     names = [where] if isinstance(where, str) else list(where)
     if not names:
         raise FileNotFoundError("the list of locations of shards is empty; give a folder, a pattern or URLs")
-    expanded = [part for name in names for part in expand_braces(str(name))]
+    # The braces and backslashes of an existing path belong to its name.
+    expanded = [part for name in map(str, names) for part in ([name] if os.path.exists(name) else expand_braces(name))]
     remote = [name for name in expanded if url_scheme(name)]
     folder = (cache or default_cache()) / "shards"
     paths = (_download(remote, folder) if streamed is None else streamed.add(remote)) if remote else []

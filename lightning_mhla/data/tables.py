@@ -141,7 +141,7 @@ class TarCheck:
     def _take(self, block: bytes) -> None:
         if block.count(0) == len(block):
             self._zeros += len(block)
-            if self._zeros > LONGEST_TAIL or not self._members:
+            if self._zeros > LONGEST_TAIL:
                 raise BrokenContentError(f"{self.name} is not a tar file: zeros in place of a member")
             return
         try:

@@ -26,6 +26,8 @@ from torch import Tensor
 from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 from lightning_mhla.system.files import UNFINISHED, beside
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.ranges import check_range
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +102,7 @@ class Preparation:
         if per_shard is not None:
             check_per_shard(per_shard)  # here as well, because force deletes the existing shards before any are written
         self.shards, self.options, self.origins, self.per_shard = ShardSet(folder, prefix), options, origins, per_shard
+        check_range(least=0, max_skipped=max_skipped)
         self.skipped, self.force, self.share = Skipped(max_skipped), force, share
         self.order: list[int | None] = []
         self._locks = ExitStack()
@@ -262,6 +265,21 @@ def check_per_shard(per_shard: int) -> None:
     """
     if per_shard < 1:
         raise ValueError(f"per_shard={per_shard} must be at least 1, the number of samples in a shard")
+
+
+def check_outside(target: Path, sources: Iterable[Path]) -> None:
+    """Check that the folder of new shards is not inside a folder that they are made from.
+
+    A repeated call would take the shards, and the files beside them, for new input.
+
+    Raises:
+        ValueError: if ``target`` is one of the ``sources``, or inside one.
+    """
+    for source in sources:
+        if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+            raise ValueError(
+                f"the folder for the shards, {shown(target)}, is inside the source {shown(source)}; choose one outside of it"
+            )
 
 
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:

@@ -44,11 +44,17 @@ def test_names_are_written_one_per_line_and_read_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "names"),
-    [("", []), ("a", ["a"]), ("a\n", ["a"]), ("a\nb", ["a", "b"]), ("a\nb\n", ["a", "b"]), ("a\n\n", ["a", ""])],
+    [("", []), ("a", ["a"]), ("a\n", ["a"]), ("a\nb", ["a", "b"]), ("a\nb\n", ["a", "b"]), ("a\r\n\r\n\n", ["a"])],
 )
 def test_the_last_line_may_end_or_not(tmp_path: Path, text: str, names: list[str]) -> None:
     (tmp_path / "classes.txt").write_text(text)
     assert read_classes(tmp_path / "classes.txt") == names
+
+
+def test_a_blank_line_between_names_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "classes.txt").write_text("ant\n\nbee\n")
+    with pytest.raises(ValueError, match=r"classes\.txt: line 2 is blank"):
+        read_classes(tmp_path / "classes.txt")
 
 
 def test_a_name_that_occurs_twice_is_told(tmp_path: Path) -> None:

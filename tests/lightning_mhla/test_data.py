@@ -211,6 +211,27 @@ def test_a_checkpoint_of_another_order_is_refused() -> None:
         ResumableLoader(Noise(20), 4, train=True, seed=1).check_order(state)
 
 
+def test_a_window_over_other_shards_is_another_order() -> None:
+    class Sharded(Noise):
+        def __init__(self, shard_sizes: list[int]) -> None:
+            super().__init__(sum(shard_sizes))
+            self.shard_sizes = shard_sizes
+
+        def __len__(self) -> int:
+            return sum(self.shard_sizes)
+
+    def loader(shard_sizes: list[int], window: int | None) -> ResumableLoader:
+        return ResumableLoader(Sharded(shard_sizes), 4, train=True, seed=0, window=window)
+
+    for window in (None, 4):
+        loader([10, 10], window).check_order(loader([5, 5, 10], window).state_dict())
+    state = loader([10, 10], 1).state_dict()
+    with pytest.raises(ValueError, match="was trained on shards of different sizes than those of this run"):
+        loader([5, 15], 1).check_order(state)
+    del state["shards"]  # as in a checkpoint of an earlier version
+    loader([5, 15], 1).check_order(state)
+
+
 @pytest.mark.parametrize(
     ("samples", "batch", "world", "message"),
     [(20, 5, 2, "multiple of their number, 2"), (3, 4, 1, "do not fill one batch"), (0, 4, 1, "holds no samples")],
@@ -274,6 +295,17 @@ def test_find_shards(shards: list[Path]) -> None:
     assert find_shards(str(folder)) == shards
     assert find_shards(f"{folder}/train-000?.tar") == shards
     assert find_shards([f"{folder}/train-{{0000..0001}}.tar", str(shards[2])]) == shards
+    for name in ("{a,b}", "{1..2}", "a\\b", "[x] 100% é"):
+        renamed = folder.rename(folder.with_name(name))
+        assert [path.name for path in find_shards(str(renamed))] == [path.name for path in shards]
+        renamed.rename(folder)
+
+
+@pytest.mark.parametrize("prefix", ["", ".hidden", "a/b", ".."])
+def test_a_prefix_begins_a_visible_file_name(prefix: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="must be the beginning of a file name"):
+        write_shards(range(1), lambda _: {"cls": b"0"}, tmp_path, prefix, 1)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,9 @@ def test_a_check_of_headers_knows_every_shard(tmp_path: Path) -> None:
             for start in range(0, len(data), step):
                 check(data[start : start + step])
         assert len(scan_shard(path).keys) == 3
+    tarfile.open(tmp_path / "empty.tar", "w").close()  # a shard whose samples are all broken has none
+    TarCheck("a")((tmp_path / "empty.tar").read_bytes())
+    assert len(scan_shard(tmp_path / "empty.tar").keys) == 0
 
 
 def test_a_member_of_many_gigabytes_is_followed() -> None:

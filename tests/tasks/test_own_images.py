@@ -24,7 +24,7 @@ from mhla_tasks.text_to_image.data import CaptionedImageShards, ImageLatentShard
 from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.data.captioned import FolderFiles, parse_caption
+from lightning_mhla.data.captioned import FolderFiles, caption_members, parse_caption
 from lightning_mhla.data.images import EXTENSIONS, LabelledFolder, decode_image
 from lightning_mhla.data.loader import Progress
 
@@ -301,6 +301,13 @@ def test_captions_that_cannot_be_read(data: bytes, extension: str, message: str)
         parse_caption(data, extension, "caption", "x")
 
 
+@pytest.mark.parametrize("caption", ["a cat", "a\0cat", "\ufeffa cat", "%PDF-1.7 on a screen", "BZh in café"])
+def test_a_packed_caption_is_read_as_it_was(caption: str) -> None:
+    [(extension, data)] = caption_members([caption]).items()
+    assert parse_caption(data, extension, "caption", "x") == caption
+    assert extension == ("txt" if caption == "a cat" else "json")
+
+
 @pytest.mark.parametrize(
     ("name", "data", "found"),
     [
@@ -322,6 +329,7 @@ def test_prompts_of_other_editors(name: str, data: bytes, found: list[str], tmp_
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt": \n', r"p\.jsonl: line 2 is not JSON"),
         ("p.txt", "a\ncafé\n".encode("latin-1"), r"p\.txt is not text in UTF-8: 0xe9, byte 5 in line 2"),
         ("p.json", b'{"one": "a"}', r"p\.json: 'one' is not a JSON object with a prompt"),
+        ("p.csv", b"prompt\na cat\n", r"p\.csv is a table, which is not read"),
     ],
 )
 def test_prompts_that_cannot_be_read(name: str, data: bytes, message: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mhla_tasks.commandline import registry
+from mhla_tasks.diffusion import LatentShards
 from PIL import Image
 from processes import fork_server
 from safetensors.torch import load_file, save_file
@@ -175,6 +176,49 @@ def test_changed_options_are_named(kind: str, option: list[str], message: str, w
     registry.run(f"prepare {kind}", words)
     with pytest.raises(SystemExit, match=message):
         registry.run(f"prepare {kind}", [*words, *option])
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "message"),
+    [
+        ("images", ["--seed", "-1"], "seed=-1 must be at least 0"),
+        ("images", ["--max_skipped", "-1"], "max_skipped=-1 must be at least 0"),
+        ("latents", ["--batch_size", "0"], "batch_size=0 must be at least 1"),
+        ("latents", ["--image_size", "0"], "image_size=0 must be at least 1"),
+        ("text", ["--runs_per_shard", "0"], "runs_per_shard=0 must be at least 1"),
+        ("text", ["--skip", "-1"], "skip=-1 must be at least 0"),
+        ("text", ["--limit", "0"], "limit=0 must be at least 1"),
+    ],
+)
+def test_numbers_out_of_range_are_named(
+    kind: str, option: list[str], message: str, world: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        registry.run(f"prepare {kind}", [*command(kind, world, world / SOURCES[kind], tmp_path / "out"), *option])
+    assert not list(tmp_path.rglob("*.tar"))
+
+
+@pytest.mark.parametrize("kind", ["images", "latents", "text"])
+def test_shards_are_not_written_into_their_source(kind: str, world: Path, tmp_path: Path) -> None:
+    source = source_of(kind, world, tmp_path)
+    with pytest.raises(SystemExit, match="is inside the source"):
+        registry.run(f"prepare {kind}", command(kind, world, source, source / "shards"))
+    assert not (source / "shards").exists()
+
+
+def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    words = command("latents", world, world / SOURCES["latents"], tmp_path / "train")
+    registry.run("prepare latents", words)
+    place = words.index("--vae") + 1
+    words[1], words[place] = str(tmp_path / "val"), str(shutil.copytree(words[place], tmp_path / "vae"))
+    for changed in (False, True):
+        if changed:
+            resave(next((tmp_path / "vae").glob("*.safetensors")))
+        registry.run("prepare latents", [*words, "--force"])
+        data = LatentShards(str(tmp_path / "train"), str(tmp_path / "val"), sample_size=8, batch_size=2)
+        data.source("train")
+        data.source("validate")
+        assert ("name models with different files" in caplog.text) == changed
 
 
 @pytest.mark.parametrize("repair", ["removed", "repaired", "renamed"])

@@ -114,6 +114,7 @@ class EncodedShards(CaptionedData):
 
     @override
     def samples(self, stage: str) -> EncodedSamples:
+        self.shards.compare_encoders(stage)
         return EncodedSamples(self.shards.reader(stage), self.text_length, self.axes, self.command)
 
     @override

@@ -104,7 +104,7 @@ class EncodedSamples:
             None if all latents have the same size.
 
     Raises:
-        ValueError: if none of the first 100 samples has a latent with ``axes`` axes.
+        ValueError: if none of the first 100 samples has a latent with ``axes`` axes and an embedded caption.
     """
 
     def __init__(self, reader: ShardReader, text_length: int, axes: int, command: str) -> None:
@@ -117,11 +117,13 @@ class EncodedSamples:
         # Rows and columns that the member name of each group promises; None if all latents have one size.
         self._ends: list[tuple[int, ...] | None] = [None if name == LATENT else _side(name) for name in self.names]
         try:
-            readable = reader.first_readable(lambda index: self._latent(index).shape)
+            readable = reader.first_readable(
+                lambda index: (self._latent(index).shape, self._tokens(index, EMBEDDING).shape[1])
+            )
         except BrokenSampleError as error:
             raise ValueError(f"{error}; these are not shards of {command}") from error
         if readable is not None:
-            self.size = readable[1]
+            self.size, self.width = readable[1]
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -137,13 +139,16 @@ class EncodedSamples:
             BrokenSampleError: if the latent or the embeddings are missing, are not arrays of numbers, or have a different shape
                 than those of other samples.
         """
-        latent, tokens = self._latent(index), self.reader.array(index, self._embedding(index))
+        latent, tokens = self._latent(index), self._tokens(index, self._embedding(index))
         end = self._ends[self._group(index)]
         size = self.size if end is None else (*self.size[: -len(end)], *end)
-        if latent.shape != size or tokens.ndim != 2:
+        if latent.shape != size:
             raise BrokenSampleError(
-                f"{self.reader.describe(index)}: the latent has shape {latent.shape}, others {size}, or the text "
-                f"{tokens.shape} is not [tokens, width]"
+                f"{self.reader.describe(index)}: the latent has shape {latent.shape}, others {size}"
+            )
+        if tokens.shape[1] != self.width:
+            raise BrokenSampleError(
+                f"{self.reader.describe(index)}: the embedded captions have width {tokens.shape[1]}, others {self.width}"
             )
         text = torch.zeros(self.text_length, tokens.shape[1])
         embeddings = torch.from_numpy(tokens[: self.text_length]).float()
@@ -157,6 +162,12 @@ class EncodedSamples:
 
     def _group(self, index: int) -> int:
         return 0 if self.groups is None else int(self.groups[index])
+
+    def _tokens(self, index: int, member: str) -> np.ndarray:
+        tokens = self.reader.array(index, member)
+        if tokens.ndim != 2:
+            raise BrokenSampleError(f"{self.reader.describe(index)}: .{member} is {tokens.shape}, not [tokens, width]")
+        return tokens
 
     def _latent(self, index: int) -> np.ndarray:
         latent = self.reader.array(index, self.names[self._group(index)])

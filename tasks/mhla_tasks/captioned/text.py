@@ -275,7 +275,8 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if there are no prompts or an entry has no prompt; the message names the file, and the line or the entry.
+        ValueError: if there are no prompts, the file is a table of a different format, or an entry has no prompt; the message
+            names the file, and the line or the entry.
     """
     file = Path(path)
     if file.is_dir():
@@ -291,6 +292,11 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
             (name, _prompt_of(entry, f"{file}: {name!r}"))
             for name, entry in parse_object(read_text(file), str(file)).items()
         ]
+    elif plain_suffix(file) in (".csv", ".parquet"):
+        raise ValueError(
+            f"prompts {file} is a table, which is not read; write a text file with a prompt on each line, or a .jsonl file "
+            "with an entry prompt"
+        )
     else:
         lines = [line.strip() for _, line in read_lines(file)]
         pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines]

@@ -11,6 +11,7 @@ from lightning_mhla.data import ShardReader, write_shards
 from lightning_mhla.data.classes import data_set_classes, read_classes, write_classes
 from lightning_mhla.data.images import CLASSES, LabelledFolder, decode_image
 from lightning_mhla.data.pack import Packing
+from lightning_mhla.data.write import check_outside
 from lightning_mhla.system.listing import shown
 
 
@@ -29,9 +30,10 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
     Raises:
         BrokenSampleError: if more than ``packing.max_skipped`` images cannot be decoded.
         FileNotFoundError: if ``source`` contains no class folders with images.
-        ValueError: if ``source`` has a class that is not in ``classes``, or if the target folder holds shards that were written
-            with different options or from images that have changed since.
+        ValueError: if ``source`` has a class that is not in ``classes`` or contains the target folder, or if the target folder
+            holds shards that were written with different options or from images that have changed since.
     """
+    check_outside(packing.target, [source])
     if classes is None:
         classes = data_set_classes(packing.target, packing.prefix)
     folder = LabelledFolder(source, classes=classes)

@@ -316,5 +316,6 @@ class LatentShards(ClassShards):
 
     @override
     def labelled_samples(self, stage: str, flip: float) -> SampleSource:
+        self.shards.compare_encoders(stage)
         labels = shard_labels(self.shards, stage, self.stage_classes(stage))
         return LatentSamples(self.shards.reader(stage), self.sample_size, self.num_classes, flip, labels)

@@ -15,8 +15,9 @@ from lightning_mhla.data.classes import data_set_classes, write_classes
 from lightning_mhla.data.images import CLASSES, LabelledFolder, ShardImages, shard_classes
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.data.write import Preparation, array_bytes, grouped, readable
+from lightning_mhla.data.write import Preparation, array_bytes, check_outside, grouped, readable
 from lightning_mhla.generative.codecs import LatentCodec
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
 
 SHUFFLE_SEED = 0
@@ -78,9 +79,11 @@ def encode_images(
         Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards that were written with different options, or from images that have changed since.
+        ValueError: if a number is below 1, or the folder holds shards that were written with different options, or from images
+            that have changed since.
         BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
     """
+    check_range(least=1, batch_size=batch_size, image_size=image_size)
     options = {
         "per_shard": per_shard,
         "image_size": image_size,
@@ -125,10 +128,12 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
 
     Raises:
         FileNotFoundError: if there are no images.
-        ValueError: if the folder has a class that shards with a different prefix in ``target`` do not have.
+        ValueError: if the folder has a class that shards with a different prefix in ``target`` do not have, or contains
+            ``target``.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):
+        check_outside(target, [Path(name)])
         folder = LabelledFolder(name, transform, data_set_classes(target, prefix))
         order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # else a shard would hold a single class
         folder.labelled = [folder.labelled[index] for index in order]

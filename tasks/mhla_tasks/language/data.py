@@ -21,7 +21,7 @@ from lightning_mhla.data import (
     ShardSets,
     ShardUnavailableError,
 )
-from lightning_mhla.data.loader import samples_each, with_short_errors
+from lightning_mhla.data.loader import check_same_order, samples_each, with_short_errors
 from lightning_mhla.data.module import TRAINED, batches_trained, process_share
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -256,8 +256,21 @@ class HubText(TextData):
             runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
         )
 
+    @override
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self._stream = None
+
     def train_dataloader(self) -> StreamLoader:  # type: ignore[override]
-        """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on."""
+        """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on.
+
+        A later call in the same training, as with the trainer option ``reload_dataloaders_every_n_epochs``, returns the same
+        loader, which continues with the very next document.
+        """
+        stream = self._stream
+        if stream is not None and stream.continues(self.trainer, self.batch_size):
+            return stream
         rank, world = process_share(self.trainer)
         rows_per_process = samples_each(self.batch_size, world)
         rows = range(rank * rows_per_process, (rank + 1) * rows_per_process)
@@ -282,9 +295,13 @@ class HubText(TextData):
 
         Args:
             state_dict: positions that :meth:`state_dict` returned; ignored if they were saved before the first training step.
+
+        Raises:
+            ValueError: if an option that determines the order of the documents, such as the seed, differs.
         """
         if not state_dict.get("rows") or state_dict.get(TRAINED) == 0:
             return
+        check_same_order(state_dict, self._order_options())
         self._trained_with = state_dict
         if self._stream is not None:
             self._stream.start_at(state_dict)
@@ -292,11 +309,15 @@ class HubText(TextData):
     def state_dict(self) -> dict[str, Any]:
         """Return the position that each row of the batch has reached in the stream of documents; empty before training.
 
-        The rows are those of the global batch, which all processes train on together.
+        The rows are those of the global batch, which all processes train on together. The options that determine the order of
+        the documents are returned, too.
         """
         if self._stream is None or self.trainer is None:
             return {}
-        return {**self._stream.state_dict(), TRAINED: batches_trained(self.trainer)}
+        return {**self._stream.state_dict(), **self._order_options(), TRAINED: batches_trained(self.trainer)}
+
+    def _order_options(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in ("seed", "shuffle_buffer", "val_documents")}
 
     @cached_property
     def _data(self) -> StreamedDataSet:

@@ -86,7 +86,8 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
     files: Files = []
     for pattern in [data_files] if isinstance(data_files, str) else data_files:
         plain = "://" in pattern or Path(pattern).is_file()
-        names = [pattern] if plain else sorted(glob(pattern, recursive=True)) if has_magic(pattern) else []
+        matches = glob(pattern, recursive=True) if has_magic(pattern) else []
+        names = [pattern] if plain else sorted(name for name in matches if not Path(name).is_dir())
         if not names:
             raise FileNotFoundError(
                 f"the data set could not be loaded: {shown(pattern)} is not a file; check data_files"

@@ -14,15 +14,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.origins import Origin, sample_key
-from lightning_mhla.data.write import Preparation, array_bytes, fill_shards
+from lightning_mhla.data.write import Preparation, array_bytes, check_outside, fill_shards
 from lightning_mhla.system.files import rebuilt_folder
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.corpus import Remarks, read_documents, source_files
 from mhla_tasks.language.dialogues import Dialogue, Document, text_of
 from mhla_tasks.language.documents import DocumentEncoder, EncodedDocuments, ReplyEncoder
 from mhla_tasks.language.targets import UnknownRepliesError, mask_ranges
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TARGETS, TOKENS
-from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer
+from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer, token_bytes
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def write_token_shards(
     Args:
         target: path of the folder to write to, created if missing.
         sources: paths of files and folders, or data sets on the Hugging Face Hub as ``hub:NAME[:CONFIG[:SPLIT]]``.
-        tokenizer: tokenizer with a vocabulary of at most 2^32 tokens; for dialogues, with a chat template.
+        tokenizer: tokenizer whose token indices are below 2^32; for dialogues, with a chat template.
         prefix: prefix of the file names.
         column: name of the table column that holds the texts or dialogues.
         run_characters: approximate number of characters in a sample.
@@ -87,13 +88,17 @@ def write_token_shards(
 
     Raises:
         FileNotFoundError: if a source does not exist.
-        ValueError: if there is no text, there are dialogues but no chat template, or the folder holds shards with this prefix
-            that were made with different options or from files that have changed since.
+        ValueError: if there is no text, there are dialogues but no chat template, a number is out of range, ``target`` is
+            inside a source, or the folder holds shards with this prefix that were made with different options or from files
+            that have changed since.
     """
+    check_range(least=1, run_characters=run_characters, runs_per_shard=runs_per_shard, limit=limit)
+    check_range(least=0, skip=skip)
+    check_outside(target, [Path(source) for source in sources if not source.startswith("hub:")])
     digest = fingerprint(tokenizer)
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
     options |= {"run_characters": run_characters, "runs_per_shard": runs_per_shard, "control_tokens": control_tokens}
-    dtype = np.uint16 if len(tokenizer) <= 65_536 else np.uint32
+    dtype = np.uint16 if len(token_bytes(tokenizer)) <= 65_536 else np.uint32  # indices may have gaps
     with Preparation(target, prefix, options, _origins(sources), force=force):
         _keep_tokenizer(target, tokenizer)
         documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)

@@ -6,10 +6,12 @@ import hashlib
 import logging
 import sys
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from mhla_kernels.own_files import check_own, own_folder
@@ -17,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_mhla.data.tables import default_cache
 from lightning_mhla.system.files import beside, remove
+from lightning_mhla.system.untrusted import BROKEN, reason
 from mhla_tasks.language.documents import DocumentEncoder
 from mhla_tasks.language.tokenizer import load_tokenizer, train_tokenizer
 
@@ -58,7 +61,7 @@ def stdlib_files() -> list[Path]:
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     """Load the tokenized source code of Python's standard library from the cache.
 
-    If it is not in the cache, the tokenizer is trained and the files are encoded first.
+    If it is not in the cache, or cannot be read there, the tokenizer is trained and the files are encoded first.
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE tokenizer, 258 to 65,536.
@@ -81,8 +84,19 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
         own_folder(folder, folder.parent)
         for file in folder.iterdir():
             check_own(file)
-    if not (folder / "tokens.npz").exists():
-        _prepare(texts, vocab_size, folder)
+    if (folder / "tokens.npz").exists():
+        try:
+            return _read(folder)
+        except PermissionError:
+            raise
+        except (OSError, BadZipFile, zlib.error, *BROKEN) as error:
+            log.warning("%s is prepared again, because it cannot be read (%s)", folder, reason(error))
+            remove(folder)
+    _prepare(texts, vocab_size, folder)
+    return _read(folder)
+
+
+def _read(folder: Path) -> StdlibText:
     with np.load(folder / "tokens.npz", allow_pickle=False) as arrays:
         tokens = {stage: arrays[f"{stage}_tokens"] for stage in ("train", "validate")}
         starts = {stage: arrays[f"{stage}_starts"] for stage in ("train", "validate")}

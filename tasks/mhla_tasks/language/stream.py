@@ -252,6 +252,12 @@ class StreamLoader:
         """Return the number of batches in an epoch."""
         return self.steps
 
+    def continues(self, trainer: Trainer | None, batch_size: int) -> bool:
+        """Return whether a trainer has trained on batches of this loader, and asks for further ones of the same size."""
+        if trainer is None or (trainer, batch_size) != (self.trainer, self.batch_size):
+            return False
+        return batches_trained(trainer) in self._after
+
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the batches of the current epoch that training has not used yet."""
         trained, steps = 0, self.steps
@@ -259,7 +265,10 @@ class StreamLoader:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
         # One iterator serves all epochs, because the stream does not end with an epoch.
         if self._iterator is None:
-            self._iterator = iter(DataLoader(self.make(self.start), batch_size=None, num_workers=self.workers))
+            positions = list(self.start)
+            for row, position in zip(self.rows, self._own_positions(trained), strict=True):
+                positions[row] = RowPosition(*position)
+            self._iterator = iter(DataLoader(self.make(positions), batch_size=None, num_workers=self.workers))
         for number in range(trained, (trained // steps + 1) * steps):
             batch = next(self._iterator)
             self._after[number + 1] = batch.pop("position").tolist()
@@ -278,13 +287,17 @@ class StreamLoader:
         """
         # Batches may be prefetched: look up the position after the trained batch, not after the newest one.
         trained = batches_trained(self.trainer) if self.trainer is not None else 0
-        own_positions = self._after.get(trained, [list(self.start[row]) for row in self.rows])
+        own_positions = self._own_positions(trained)
         if self.trainer is None or self.trainer.world_size == 1:
             return {"rows": own_positions}
         gathered: list[Any] = [None] * self.trainer.world_size
         torch.distributed.all_gather_object(gathered, (process_share(self.trainer)[0], own_positions))
         parts = dict(gathered)  # processes that share sequences have the same rows
         return {"rows": [row for offset in sorted(parts) for row in parts[offset]]}
+
+    def _own_positions(self, trained: int) -> list[list[int]]:
+        """Return the positions of this process's rows after ``trained`` batches; the start positions if there were none."""
+        return self._after.get(trained, [list(self.start[row]) for row in self.rows])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the stream positions in a checkpoint.

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.language.chat_template import CHATML, CHATML_TOKENS
 from mhla_tasks.language.encoding import control_tokens, encode_prompts
 from mhla_tasks.language.tokenizer_files import (
@@ -51,13 +52,18 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
         texts: texts to train on.
         vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
         chat: whether to add a chat template in the format ChatML, with two more special tokens.
+
+    Raises:
+        ValueError: if ``vocab_size`` is less than the 256 bytes and the special tokens.
     """
+    special_tokens = [END, PAD, *(CHATML_TOKENS if chat else ())]
+    check_range(least=256 + len(special_tokens), vocab_size=vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END, PAD, *(CHATML_TOKENS if chat else ())],
+        special_tokens=special_tokens,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

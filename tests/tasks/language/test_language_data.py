@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import Callback, Trainer
-from mhla_tasks.language import HubText, PythonSource, TokenShards
+from mhla_tasks.language import HubText, PythonSource, TokenShards, stdlib
 from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.dialogues import Document
 from mhla_tasks.language.documents import EncodedDocument, encode_document
@@ -78,6 +78,41 @@ def test_standard_library_is_split_by_file_and_cached(tmp_path: Path) -> None:
     assert (tmp_path / next(tmp_path.iterdir()).name / "tokens.npz").exists()
     with pytest.raises(ValueError, match="vocab_size=20 must be 258"):
         PythonSource(vocab_size=20).windows("train")
+
+
+@pytest.mark.parametrize("name", ["tokens.npz", "tokenizer.json"])
+def test_a_cache_that_is_cut_off_is_made_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = stdlib_files()[:30]
+    monkeypatch.setattr(stdlib, "stdlib_files", lambda: files)
+    first = stdlib.load_stdlib(300, tmp_path)
+    [file] = tmp_path.rglob(name)
+    file.write_bytes(file.read_bytes()[:100])
+    stdlib.load_stdlib.cache_clear()
+    again = stdlib.load_stdlib(300, tmp_path)
+    assert "is prepared again, because it cannot be read" in caplog.text
+    for stage, tokens in first.tokens.items():
+        assert tokens.tolist() == again.tokens[stage].tolist()
+
+
+def test_tokens_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1, "river": 70_000}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", eos_token="<end>")
+    (tmp_path / "a.txt").write_text("river river")
+    runs = ShardRuns(ShardReader(write(tmp_path / "out", [str(tmp_path / "a.txt")], tokenizer)))
+    assert runs.read(0, 0, 3)[0].tolist() == [0, 70_000, 70_000]
+
+
+def test_a_vocabulary_without_room_for_all_bytes() -> None:
+    with pytest.raises(ValueError, match="vocab_size=257 must be at least 258"):
+        train_tokenizer(SENTENCES, 257)
+    with pytest.raises(ValueError, match="vocab_size=259 must be at least 260"):
+        train_tokenizer(SENTENCES, 259, chat=True)
 
 
 @pytest.fixture
@@ -230,19 +265,21 @@ def test_streamed_runs_go_on_with_the_very_next_token(
 ) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
 
-    def make() -> HubText:
+    def make(**changed: int) -> HubText:
+        order = {"shuffle_buffer": 6, "val_documents": 3, "seed": 1, **changed}
         return HubText(
             str(tmp_path / "tokenizer"), path="json", data_files=sources[1], batch_size=2, context=24, steps_per_epoch=4,
-            shuffle_buffer=6, val_documents=3, num_workers=workers, seed=1,
+            num_workers=workers, **order,
         )  # fmt: skip
 
     def fit(
-        steps: int, checkpoint: Path | None = None, data: HubText | None = None
+        steps: int, checkpoint: Path | None = None, data: HubText | None = None, **options: Any
     ) -> tuple[list[list[int]], dict[str, torch.Tensor], Trainer]:
         seen = Tokens()
         trainer = Trainer(
             max_steps=steps, accelerator="cpu", callbacks=[seen], default_root_dir=tmp_path, logger=False,
             enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, num_sanity_val_steps=0,
+            **options,
         )  # fmt: skip
         model = small_model(context=24, optimizer=OptimizerConfig(schedule="constant"))
         trainer.fit(model, data or make(), ckpt_path=checkpoint, weights_only=True)
@@ -259,6 +296,11 @@ def test_streamed_runs_go_on_with_the_very_next_token(
     used = make()
     assert fit(10, tmp_path / "4.ckpt", used)[0] == wanted[4:]
     assert fit(3, data=used)[0] == wanted[:3], "a second run of the same object begins at the first token"
+    assert fit(10, reload_dataloaders_every_n_epochs=1)[0] == wanted
+    assert fit(10, tmp_path / "3.ckpt", reload_dataloaders_every_n_epochs=1)[0] == wanted[3:]
+    for option, value in (("seed", 1), ("shuffle_buffer", 6), ("val_documents", 3)):
+        with pytest.raises(ValueError, match=f"was trained with {option}={value}, this run has {option}=7"):
+            fit(10, tmp_path / "4.ckpt", make(**{option: 7}))
 
 
 def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:

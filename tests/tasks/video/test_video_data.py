@@ -322,13 +322,16 @@ def test_wrong_latent_shards(videos: list[bytes], tmp_path: Path) -> None:
 
     good, text = {"latent.npy": array(4, 2, 2, 3)}, {"text.npy": array(2, 16)}
     other = {"latent.npy": array(4, 2, 2, 4)}
-    reader = ShardReader([make_shard(tmp_path / "train-0.tar", [{**good, **text}, {**other, **text}, good])])
+    wider = {**good, "text.npy": array(2, 17)}
+    reader = ShardReader([make_shard(tmp_path / "train-0.tar", [{**good, **text}, {**other, **text}, good, wider])])
     source = EncodedSamples(reader, 6, 4, PREPARE)
     assert source[0]["text"].shape == (6, 16)
     with pytest.raises(BrokenSampleError, match=r"latent has shape \(4, 2, 2, 4\), others \(4, 2, 2, 3\)"):
         source[1]
     with pytest.raises(BrokenSampleError, match=r"has no \.text\.npy"):
         source[2]
+    with pytest.raises(BrokenSampleError, match=r"embedded captions have width 17, others 16"):
+        source[3]
     data = VideoLatentShards(str(tmp_path / "train-0.tar"), str(tmp_path))
     with pytest.raises(FileNotFoundError, match=r"train-empty-caption\.npy is missing"):
         data.empty_caption()
