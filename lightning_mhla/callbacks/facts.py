@@ -59,7 +59,7 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         "batch_size": size if isinstance(size := getattr(data, "batch_size", None), int) else None,
         "hardware": _hardware(trainer),
         "precision": str(trainer.precision),
-        "usage": dict(getattr(module, "usage", {})),
+        "usage": dict(usage) if isinstance(usage := getattr(module, "usage", None), Mapping) else {},
     }
 
 
@@ -82,12 +82,19 @@ def _changed_options(data: Any) -> dict[str, Any]:
         if value is not None
         and name[0] != "_"
         and name != "batch_size"
-        and (name not in initial or initial[name] != value)
+        # As plain values, because arrays cannot be compared to a truth value.
+        and (name not in initial or _plain_value(initial[name]) != _plain_value(value))
     }
 
 
 def _plain_value(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str | list) else str(value)
+    """Convert a value to one that JSON can represent: what has no counterpart in JSON, such as a path or NaN, becomes text."""
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, dict):
+        return {str(name): _plain_value(item) for name, item in value.items()}
+    is_plain = value is None or isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else str(value)
 
 
 def _attention(module: LightningModule) -> list[dict[str, Any]]:

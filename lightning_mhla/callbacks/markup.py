@@ -80,6 +80,8 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
 def document(title: str, body: str) -> str:
     """Return a complete HTML document.
 
+    Bytes of file names that are not UTF-8 become escapes such as ``\\udcff``.
+
     Args:
         title: title of the browser window, as text.
         body: HTML of the page.
@@ -87,7 +89,8 @@ def document(title: str, body: str) -> str:
     head = (
         f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
     )
-    return f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+    page = f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
+    return page.encode("utf-8", "backslashreplace").decode()
 
 
 def embedded(kind: str, content: bytes) -> str:

@@ -34,8 +34,8 @@ def original_scores(folder: Path) -> dict[str, float]:
     """
     config = _options(folder)
     model, data = config.get("model", {}), config.get("data")
-    options = model.get("init_args", {}) if isinstance(model, Mapping) else {}
-    if not isinstance(options.get("distillation"), Mapping):
+    options = model.get("init_args") if isinstance(model, Mapping) else None
+    if not isinstance(options, Mapping) or not isinstance(options.get("distillation"), Mapping):
         return {}
     start = options.get("pretrained") or options["distillation"].get("teacher")
     original = _run_of(Path(str(start))) if start and "://" not in str(start) else None

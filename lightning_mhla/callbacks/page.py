@@ -17,10 +17,11 @@ from lightning_mhla.callbacks.class_tables import class_section
 from lightning_mhla.callbacks.markup import Curve, document, picture, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import ORIGINAL
-from lightning_mhla.callbacks.points import MATCHING, panels_of, separate_stages
+from lightning_mhla.callbacks.points import LARGEST, MATCHING, finite_points, panels_of, separate_stages
 from lightning_mhla.callbacks.stored_pictures import newest_pictures, read_picture, step_of
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import plural, rounded
+from lightning_mhla.system.redaction import redact
 
 PAGE = "report.html"
 """Name of the file with the web page of a run."""
@@ -52,7 +53,7 @@ def write_page(
         training: (step, value) pairs of metrics that are not in the record, such as ``train/loss``, by name.
     """
     title = "/".join(folder.parts[-2:])
-    finite = _finite({**(training or {}), **record["metrics"]})
+    finite = finite_points({**(training or {}), **record["metrics"]})
     points = separate_stages(finite, record.get("matching_steps", 0))
     state = "finished" if record["finished"] else "not finished"
     main = _main_metric(record)
@@ -97,13 +98,6 @@ def duration(seconds: float) -> str:
     return (
         f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {leftover:02d} s" if minutes else f"{leftover} s"
     )
-
-
-def _finite(metrics: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tuple[int, float]]]:
-    return {
-        name: [(int(step), float(value)) for step, value in values if value is not None and abs(value) < float("inf")]
-        for name, values in metrics.items()
-    }
 
 
 def _facts(record: Mapping[str, Any]) -> str:
@@ -190,7 +184,7 @@ def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Seq
 
 def _original(record: Mapping[str, Any], metric: str) -> tuple[str, float] | None:
     value = record.get("original", {}).get(metric)
-    return None if value is None else (ORIGINAL, float(value))
+    return (ORIGINAL, float(value)) if value is not None and abs(value) < LARGEST else None
 
 
 def _skipped(record: Mapping[str, Any]) -> str:
@@ -340,5 +334,6 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
 def _text(title: str, path: Path) -> list[str]:
     if not path.exists():
         return []
-    text = html.escape(path.read_text("utf-8", "replace")[-LONGEST:])
+    # Beside a run that was started in Python, the file may be the user's own, with secrets.
+    text = html.escape(redact(path.read_text("utf-8", "replace"))[-LONGEST:])
     return [f"<h2>{title}</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"]

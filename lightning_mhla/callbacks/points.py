@@ -14,6 +14,9 @@ from lightning_mhla.callbacks.axes import FEWEST
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.lightning_private import loop_metrics
 
+LARGEST = 1e300
+"""Absolute value at and above which a metric counts as not finite, because means and axes could overflow."""
+
 UNPLOTTED = ("attention/", "data/")
 """Prefixes of metrics that loggers get and that curves do not show: a value for each layer, and counts of broken samples."""
 
@@ -28,7 +31,6 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
     def __init__(self) -> None:
         super().__init__()
         self.validation: set[str] = set()
-        self._training: set[str] = set()
 
     def note(self, name: str, step: int, value: float) -> None:
         """Record the value of a metric at a step, unless the metric already has a value at this step or a later one."""
@@ -43,15 +45,13 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         """
         for name, value in _latest(trainer, "train/").items():
             if name not in self.validation:
-                self._training.add(name)
                 self.note(name, trainer.global_step, value)
 
     def note_validation(self, trainer: Trainer) -> None:
         """Record the values of the metrics that a validation has logged, whatever their names, at the end of the validation."""
         for name, value in _latest(trainer, "val/").items():
-            if name in self._training:
-                self._training.remove(name)
-                del self[name]
+            if name not in self.of_validation():
+                self.pop(name, None)  # values that training has logged under this name
             self.validation.add(name)
             self.note(name, trainer.global_step, value)
 
@@ -63,7 +63,6 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         """Discard all metrics."""
         super().clear()
         self.validation.clear()
-        self._training.clear()
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
         """Replace recorded metrics with the (step, value) pairs from a checkpoint.
@@ -121,6 +120,18 @@ def separate_stages(
     return {name: values for name, values in separated.items() if values}
 
 
+def finite_points(points: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the points of each metric whose values are finite and less than ``LARGEST``, so that they can be drawn.
+
+    Args:
+        points: (step, value) pairs by the name of the metric; a value may be None.
+    """
+    return {
+        name: [(int(step), float(value)) for step, value in values if value is not None and abs(value) < LARGEST]
+        for name, values in points.items()
+    }
+
+
 def panels_of(points: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, list[str]]:
     """Group metrics whose names differ only in their prefix, such as ``train/loss`` and ``val/loss``.
 
@@ -144,21 +155,22 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
     if none of its metrics changes.
 
     Args:
-        points: (step, value) pairs by the name of the metric, such as ``train/loss``.
+        points: (step, value) pairs by the name of the metric, such as ``train/loss``. Values that are not finite are left out.
         target: path of the file to write. Its folder is created if missing.
 
     Returns:
         True if a picture was written, or False if no metric changes.
     """
-    panels = panels_of(points)
+    drawable = {name: values for name, values in finite_points(points).items() if values}
+    panels = panels_of(drawable)
     if not panels:
         return False
     figure, axes = make_panels(len(panels), 3, (4.2, 3))
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
         for name in names:
-            marker = "o" if len(points[name]) <= 12 else ""
+            marker = "o" if len(drawable[name]) <= 12 else ""
             axis.plot(
-                *zip(*points[name], strict=True),
+                *zip(*drawable[name], strict=True),
                 label=name.split("/", 1)[0],
                 linewidth=1.2,
                 marker=marker,

@@ -6,12 +6,16 @@ import base64
 import html
 import io
 import json
+import math
+import os
 import re
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -24,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_mhla import MHLA, AttentionConfig, BlockLayout
-from lightning_mhla.callbacks import LearningCurves, PeriodicEvaluation, RunReport
+from lightning_mhla.callbacks import LearningCurves, PeriodicEvaluation, RunReport, points
 from lightning_mhla.callbacks.markup import Curve, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import original_scores
@@ -304,6 +308,10 @@ def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
     assert draw_curves({"train/loss": [(1, 0.5), (2, 0.25)], "val/loss": [(2, 0.5)]}, tmp_path / "new/curves.png")
     with Image.open(tmp_path / "new/curves.png") as picture:
         assert picture.format == "PNG"
+    not_finite = [(1, math.nan), (2, math.nan), (3, math.inf), (4, -1e308), (5, 1e308)]
+    assert not draw_curves({"val/loss": not_finite}, tmp_path / "none.png"), "nothing can be drawn"
+    assert draw_curves({"val/loss": [*not_finite, (6, 1.0), (7, 2.0)], "train/loss": not_finite}, tmp_path / "some.png")
+    assert "not finite" in text_of(page_of(tmp_path, record(metrics={"val/loss": [[1, 1e308], [2, None]]}, best={})))
     content = record(metrics={"val/samples": [[1, 10], [2, None], [3, 10]]}, best={})
     assert "Curves" not in text_of(page_of(tmp_path, content)), "only a value that is not finite differs"
 
@@ -459,6 +467,45 @@ def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
     assert content["data_options"] == {"source.path": "https://***@example.org/x.tar?***", "password": "***"}
     assert content["batch_size"] == 3
     assert "secret" not in text
+
+
+class OddData(Numbers):
+    """Data with options that JSON cannot represent."""
+
+    def __init__(self, files: list[Any], weights: Any = None, limit: float = 1.0) -> None:
+        super().__init__(Source("numbers"))
+        self.save_hyperparameters()
+
+
+class OddModule(Measured):
+    """Module with an attribute that happens to have the name of the commands that a report lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usage = "research only"
+
+
+def test_a_module_and_data_of_any_kind_have_a_report(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"r\xff")  # a byte that is not UTF-8
+    data = OddData([Path("a"), (1, 2), None], weights=np.zeros(2), limit=math.inf)
+    quick_trainer(CSVLogger(folder, "", ""), RunReport(), max_epochs=1, limit_train_batches=1).fit(OddModule(), data)
+    content = json.loads((folder / "run.json").read_text(), parse_constant=pytest.fail)
+    options = {"files": ["a", [1, 2], None], "weights": "[0. 0.]", "limit": "inf"}
+    assert {name: content["data_options"].get(name) for name in options} == options
+    assert content["usage"] == {}
+    assert "r\\udcff" in text_of((folder / "report.html").read_text())
+
+
+def test_a_metric_of_training_and_validation_is_that_of_validation_after_a_resume(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training has logged the name before the checkpoint, and validation logs it only after the resume."""
+    monkeypatch.setattr(points, "_latest", lambda trainer, prefix: {"loss": 0.5})
+    stopped, resumed = LearningCurves(), LearningCurves()
+    stopped.points.note_training(SimpleNamespace(global_step=10))  # type: ignore[arg-type]
+    resumed.load_state_dict(stopped.state_dict())
+    resumed.points.note_validation(SimpleNamespace(global_step=20))  # type: ignore[arg-type]
+    assert resumed.points == {"loss": [(20, 0.5)]}
 
 
 class StopsAt(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,10 +14,11 @@ from urllib.parse import unquote
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 from mhla_tasks.commandline import registry
-from mhla_tasks.tools.comparison.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, panel
+from mhla_tasks.tools.comparison.curves import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, draw, panel
 from mhla_tasks.tools.comparison.groups import group_runs
-from mhla_tasks.tools.comparison.runs import Run
+from mhla_tasks.tools.comparison.runs import Run, read_runs
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -220,6 +222,26 @@ def test_a_run_has_one_color_in_the_picture_and_on_the_page(tmp_path: Path) -> N
     assert order == [light[name] for name in ("g2", "g3", "g4", "g5", "g6", "g7", "g0", "g1")], (
         "in the order of the table"
     )
+
+
+def test_folders_with_odd_names_are_in_the_legend_and_on_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A label that begins with an underscore, which matplotlib leaves out by default, and a byte that is not UTF-8."""
+    names = ["_first", os.fsdecode(b"\xff")]
+    for name, accuracy in zip(names, (0.5, 0.75), strict=True):
+        save(tmp_path / name, "mhla", 0, accuracy)
+        (tmp_path / name / "report.html").touch()
+    legends = []
+
+    def savefig(figure: Figure, *_: Any, **__: Any) -> None:
+        legends.append([text.get_text() for text in figure.legends[0].get_texts()])
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    draw(group_runs(read_runs([tmp_path])), tmp_path / "compared.png")
+    assert legends == [["_first", "\\udcff"]]
+    page = page_of(tmp_path)
+    assert [link["href"] for link in page.named("a")] == ["_first/report.html", "%FF/report.html"]
 
 
 def test_one_run_without_curves_and_options_makes_a_page(tmp_path: Path) -> None:

@@ -103,6 +103,23 @@ def test_runs_that_are_not_comparable_are_not_averaged() -> None:
     assert len({group.label for group in groups}) == len(groups)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        [{"class_path": "a.B"}, {"class_path": "a.C"}],
+        [{"class_path": "b.B"}],
+        [{"class_path": "a.B", "dict_kwargs": {"x": 1}}],
+    ],
+    ids=["without options", "other module", "keyword arguments"],
+)
+def test_a_run_with_a_different_callback_is_a_row_of_its_own(other: list[dict[str, Any]]) -> None:
+    runs = [
+        run(str(seed), {"seed_everything": seed, **flat({"trainer": {"callbacks": callbacks}})})
+        for seed, callbacks in enumerate(([{"class_path": "a.B"}], other))
+    ]
+    assert [len(group.runs) for group in group_runs(runs)] == [1, 1]
+
+
 def test_a_run_with_a_different_number_of_parameters_is_a_row_of_its_own() -> None:
     rows = compared(scored("a", 0, 0.5), scored("a", 1, 0.6, parameters=7))
     assert [(row["val/accuracy"], row["parameters"]) for row in rows] == [("0.5", "1,234,567"), ("0.6", "7")]
@@ -259,9 +276,33 @@ def test_no_text_breaks_a_latex_table(text: str) -> None:
 
 
 def test_formulas_of_a_spreadsheet_are_texts() -> None:
-    groups = group_runs([run("a", {"x": "=HYPERLINK(1)"}), run("b", {"x": "@y\nz"})])
+    values = {
+        "=HYPERLINK(1)": "'=HYPERLINK(1)", "@y\nz": "'@y\\nz", "-1+cmd": "'-1+cmd", "-": "'-",
+        -1: "-1", -2.5e-07: "-2.5e-07", "+.5": "+.5",
+    }  # fmt: skip
+    groups = group_runs([run(str(value), {"x": value}) for value in values])
     rows = list(csv.reader(io.StringIO(formats.as_csv(tabulate(groups), groups))))
-    assert [row[1] for row in rows] == ["x", "'=HYPERLINK(1)", "'@y\\nz"]
+    assert [row[1] for row in rows] == ["x", *values.values()], "a negative number stays a number"
+
+
+def test_no_text_has_a_meaning_in_markdown() -> None:
+    texts = {
+        "__init__": "\\_\\_init\\_\\_", "_a_ b_c": "\\_a\\_ b_c", "~~x~~": "\\~\\~x\\~\\~", "$x$": "\\$x\\$", "*a*": "\\*a\\*",
+    }  # fmt: skip
+    table = tabulate(group_runs([run(text, {"x": text}) for text in texts]))
+    assert [line.split(" | ")[0] for line in formats.as_markdown(table).splitlines()[2:]] == [
+        f"| {escaped}" for escaped in texts.values()
+    ]
+
+
+def test_metrics_with_the_names_of_other_columns() -> None:
+    best = {"metric": "val/loss", "mode": "min", "value": 0.25, "step": 600}
+    metrics = {"val/loss": [[600, 0.25], [1200, 0.5]], "time": [[1200, 3.0]], "best val/loss": [[1200, 7.0]]}
+    (row,) = compared(run("a", best=best, metrics=metrics))
+    assert (row["val/loss"], row["time"], row["best val/loss"]) == ("0.5", "3", "7")
+    assert (row["time (run)"], row["best val/loss (run)"]) == ("1 min 05 s", "0.25")
+    (row,) = compared(run("a", best=best, metrics=metrics), metrics=["time (run)", "time"])
+    assert list(row.items())[1:3] == [("time (run)", "1 min 05 s"), ("time", "3")]
 
 
 def test_options_stand_left_and_numbers_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -373,11 +414,15 @@ def test_one_run_and_equal_folders_are_named_in_full() -> None:
 
 def test_options_of_lists_of_classes_are_named_by_class() -> None:
     callbacks = [{"class_path": f"a.{name}", "init_args": {"n": n}} for n, name in enumerate(("M", "M", "Mx", "M"))]
-    assert flat({"t": {"c": callbacks}}) == {"t.c.M.n": 0, "t.c.M-2.n": 1, "t.c.Mx.n": 2, "t.c.M-3.n": 3}
+    assert flat({"t": {"c": callbacks}}) == {
+        "t.c.M": "a.M", "t.c.M.n": 0, "t.c.M-2": "a.M", "t.c.M-2.n": 1, "t.c.Mx": "a.Mx", "t.c.Mx.n": 2,
+        "t.c.M-3": "a.M", "t.c.M-3.n": 3,
+    }  # fmt: skip
     assert flat({"a": {}, "b": [], "c": [{"class_path": "x"}, 1], "d": {"e": {"f": None}}}) == {
         "a": {}, "b": [], "c": [{"class_path": "x"}, 1], "d.e.f": None,
     }  # fmt: skip
-    assert flat({"c": [{"class_path": "a.B"}]}) == {"c.B": None}
+    assert flat({"c": [{"class_path": "a.B"}]}) == {"c.B": "a.B"}
+    assert flat({"c": [{"class_path": "a.B", "init_args": [1]}]}) == {"c.B": [1]}, "a broken configuration"
     assert flat(3) == {"": 3}
 
 

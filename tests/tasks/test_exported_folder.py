@@ -42,11 +42,12 @@ def test_files_of_the_user_stay_and_weights_of_before_go(runs: Path, tmp_path: P
     (target / "notes.txt").write_text("mine")
     (target / "model-00001-of-00002.safetensors").write_bytes((target / "model.safetensors").read_bytes())
     (target / "link").symlink_to("nowhere")
-    (target / "README.md").write_text("my own card")
+    own_card = b"my card, caf\xe9\r\n"  # Latin-1, with line endings of Windows
+    (target / "README.md").write_bytes(own_card)
     registry.run("export", [str(runs / "second"), str(target)])
     assert width(target) == 24
     assert (target / ".git/config").read_text() == (target / "notes.txt").read_text() == "mine"
-    assert (target / "README.md").read_text() == "my own card"
+    assert (target / "README.md").read_bytes() == own_card
     assert (target / "README.new.md").exists()
     assert os.readlink(target / "link") == "nowhere"
     assert not (target / "model-00001-of-00002.safetensors").exists(), "weights of an earlier model"

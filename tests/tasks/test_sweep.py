@@ -19,6 +19,7 @@ import yaml
 from fork_server import Child
 from grouped import grouped
 from mhla_tasks.commandline import registry
+from mhla_tasks.commandline.arguments import CommandLine
 from mhla_tasks.tools import run_checks, sweep
 from mhla_tasks.tools.comparison.runs import flat
 from mhla_tasks.tools.run_checks import CheckedRun, find_problem
@@ -327,6 +328,12 @@ def test_the_progress_of_a_run_is_that_of_its_last_validation(tmp_path: Path) ->
     assert sweep._position(tmp_path) == ", step 1,200: val/loss 0.5"
     record(tmp_path, {}, best={})
     assert sweep._position(tmp_path) == ""
+    for broken in ("[]", "{"):
+        (tmp_path / "run.json").write_text(broken)
+        assert sweep._position(tmp_path) == ""
+        line = CommandLine("fit")
+        sweep._begin(tmp_path, line)
+        assert not sweep._finished(tmp_path, line)
 
 
 def test_jobs_are_submitted_once(
@@ -479,6 +486,9 @@ def test_help_is_that_of_fit_and_an_edited_configuration_is_another_run(
         ("{a: 1, b: [2, 3]},null", ["{a: 1, b: [2, 3]}", "null"]),
         ("'a,b',c", ["'a,b'", "c"]),
         ("1e-3", ["1e-3"]),
+        ("don't,it's,-1", ["don't", "it's", "-1"]),
+        ("'it''s, so',\"a\\\", b\",c", ["'it''s, so'", '"a\\", b"', "c"]),
+        ("['a]',b], {c: \"d,e\"}", ["['a]',b]", '{c: "d,e"}']),
     ],
 )
 def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str]) -> None:
@@ -493,6 +503,9 @@ def test_values_are_split_at_commas_outside_brackets(text: str, values: list[str
         (["--sweep", "a=1,,2"], "--sweep a=1,,2: write KEY=VALUE,VALUE"),
         (["--sweep=a=1", "--sweep=a=2"], "--sweep a is given twice"),
         (["--sweep=a=1,2,1"], "--sweep a has a value twice"),
+        (["--sweep=a=1, 2, 1"], "--sweep a has a value twice"),
+        (["--sweep=a=1, "], "--sweep a=1, : write KEY=VALUE,VALUE"),
+        (["--sweep=a=1,2", "--sweep_sbatch=x 'y"], "--sweep_sbatch x 'y: No closing quotation"),
         (
             ["--sweep=run_dir=a,b"],
             "--sweep run_dir: a sweep makes a folder for each run itself, in the folder that --run_dir names",
@@ -519,6 +532,10 @@ def test_names_tell_keys_apart() -> None:
     assert re.fullmatch(r"kind=mhla,optimizer\.lr=1e-3,data\.lr=-a,-b--[0-9a-f]{6}", name)
     assert name != sweep.name_of({**chosen, "data.init_args.lr": "(a, b)"}), "two runs would share a folder"
     assert len(sweep.name_of({"a": "x" * 300})) < 200
+    assert len(os.fsencode(sweep.name_of({"a": "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 300}))) <= 255, (
+        "the limit of file systems"
+    )
+    assert sweep.name_of({"a": "\udcff"}) != sweep.name_of({"a": "\udcfe"}), "bytes that are not UTF-8"
 
 
 def record(folder: Path, options: dict[str, Any], **changes: Any) -> None:
@@ -653,7 +670,8 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     assert two[:4] == ["two", "[true, false]", "0.5", "0.25"]
     assert lines[4:] == ["Each row is a single run, so the numbers do not say how much they depend on the seed."]
     assert flat({"trainer": {"callbacks": callbacks}}) == {
-        "trainer.callbacks.Metrics.n": 1, "trainer.callbacks.Metrics-2.n": 2
+        "trainer.callbacks.Metrics": "a.Metrics", "trainer.callbacks.Metrics.n": 1,
+        "trainer.callbacks.Metrics-2": "a.Metrics", "trainer.callbacks.Metrics-2.n": 2,
     }  # fmt: skip
     for name in ("none", "constant"):
         record(tmp_path / "other" / name, {}, metrics={} if name == "none" else {"val/loss": [[1, 2.0]]})

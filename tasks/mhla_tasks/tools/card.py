@@ -60,8 +60,11 @@ class ExportedRun:
 
 
 def is_own(text: str) -> bool:
-    """Return whether a model card is unchanged since :func:`write_card` wrote it, according to the checksum at its end."""
-    content, mark, digest = text.rpartition(MARK)
+    """Return whether a model card is unchanged since :func:`write_card` wrote it, according to the checksum at its end.
+
+    Line endings of Windows, to which Git may convert the card, are not a change.
+    """
+    content, mark, digest = text.replace("\r\n", "\n").rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
 
 

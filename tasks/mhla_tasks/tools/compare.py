@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.system.listing import shown
+from lightning_mhla.system.numbers import without_nan
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.curves import draw, drawn_metrics
 from mhla_tasks.tools.comparison.formats import as_csv, as_latex, as_markdown, print_table
@@ -61,7 +62,7 @@ def compare(
             "markdown": lambda: as_markdown(table),
             "csv": lambda: as_csv(table, groups),
             "latex": lambda: as_latex(table),
-            "json": lambda: json.dumps(as_json(runs, metrics), indent=1) + "\n",
+            "json": lambda: json.dumps(without_nan(as_json(runs, metrics)), indent=1, default=str) + "\n",
         }
         sys.stdout.write(texts[form]())
         sys.stderr.write("".join(f"{remark}\n" for remark in map(harmless, remarks(groups))))

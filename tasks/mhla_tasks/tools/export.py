@@ -75,15 +75,16 @@ def write_export(
             )
     card = folder / "README.md"
     # Read before the folder is rebuilt, which replaces the file.
-    previous_card = card.read_text(encoding="utf-8") if card.exists() else None
+    previous_card = card.read_bytes() if card.exists() else None
+    is_edited = previous_card is not None and not is_own(previous_card.decode(errors="replace"))
     network = type(getattr(module, "network", None)).__name__
     loading = domain.loading(module) if hasattr(domain, "loading") else domain.LOADING
     with rebuilt_folder(folder, partial(_is_replaced, getattr(domain, "REPLACED", ()))) as aside:
         domain.write(module, aside, **options)
         remove_private(aside)
         card = aside / "README.md"
-        if previous_card is not None and not is_own(previous_card):  # written or edited by the user
-            card.write_text(previous_card, encoding="utf-8")
+        if previous_card is not None and is_edited:
+            card.write_bytes(previous_card)
             card = aside / "README.new.md"
         origin = ExportedRun(path, _command(checkpoint, folder, live, options, license_name), live)
         loading = loading.replace("NETWORK", network)

@@ -9,9 +9,12 @@ from mhla_tasks.commandline.console import harmless
 
 
 def escaped(text: Any) -> str:
-    """Convert a value to one line of text, and escape links, code, emphasis with asterisks, tables and HTML in it."""
+    """Convert a value to one line of text, and escape links, code, emphasis, formulas, tables and HTML in it.
+
+    An underscore inside a word, as in ``block_size``, has no meaning in Markdown and is not escaped.
+    """
     line = " ".join(harmless(str(text)).split())
-    return re.sub(r"([\\`*\[\]<>|&])", r"\\\1", line)
+    return re.sub(r"([\\`*~$\[\]<>|&]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", line)
 
 
 def inline_code(text: Any) -> str:

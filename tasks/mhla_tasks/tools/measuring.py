@@ -68,8 +68,10 @@ def score(parser: ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
+        from lightning_mhla.system.ranges import check_range
         from mhla_tasks.diffusion.score import compare_sets, print_scores
 
+        check_range(least=1, batch_size=args.batch_size)
         scores = compare_sets(args.samples, args.reference, args.features, args.weights, args.batch_size, args.device)
         print_scores(scores, f"{args.samples} against {args.reference}", args.json)
 
@@ -153,10 +155,11 @@ def layers(parser: ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
+        from lightning_mhla.system.numbers import without_nan
         from mhla_tasks.tools import layer_costs
 
         costs = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
-        sys.stdout.write(json.dumps(costs, indent=1) + "\n" if args.json else layer_costs.table(costs))
+        sys.stdout.write(json.dumps(without_nan(costs), indent=1) + "\n" if args.json else layer_costs.table(costs))
 
     return run
 

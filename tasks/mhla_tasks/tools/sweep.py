@@ -44,6 +44,7 @@ from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
+from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.commandline.moved_keys import present_word
@@ -66,8 +67,11 @@ UNSWEPT = ("help", "print_config", "sweep", "sweep_sbatch")
 """Options that do not belong to a single run."""
 
 DEFAULT = "runs/sweep"
-LONGEST = 150
-"""Maximum length of a run's folder name in characters, without the hash."""
+LONGEST, MOST_BYTES = 150, 240
+"""Maximum length of a run's folder name in characters and in bytes, without the hash. File systems allow 255 bytes."""
+
+VALUE_PART = re.compile(r"""(?<![^\s,\[{(:=])(?:"(?:\\.|[^"\\])*"|'(?:''|[^'])*')|.""", re.DOTALL)
+"""Quoted text or a single character in a list of values. As in YAML, quotation marks inside a word belong to the word."""
 
 
 @dataclass(frozen=True)
@@ -159,33 +163,36 @@ class SweepProgress:
 
 def _position(folder: Path) -> str:
     """Describe the latest validation of the run in training, such as ``, step 600: val/loss 0.31``; empty without one."""
+    record = _stored(folder / RECORD)
     try:
-        record = json.loads((folder / RECORD).read_text())
         metric = record["best"]["metric"]
         step, value = record["metrics"][metric][-1]
         return f", step {step:,}: {harmless(metric)} {rounded(value)}"
-    except (OSError, ValueError, KeyError, TypeError, IndexError):  # not validated yet
+    except (ValueError, KeyError, TypeError, IndexError):  # not validated yet
         return ""
 
 
+def _stored(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; an empty dict if the file is missing or cannot be read."""
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
 def split_values(text: str) -> list[str]:
-    """Split a text at commas that are not inside brackets or quotes: ``[4,4],[8,8]`` into ``[4,4]`` and ``[8,8]``."""
-    parts, depth, quote = [""], 0, ""
-    for letter in text:
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'":
-            quote = letter
-        elif letter in "[{(":
-            depth += 1
-        elif letter in "]})":
-            depth -= 1
-        # A comma inside brackets or quotes belongs to the value.
-        if letter == "," and not depth and not quote:
+    """Split a text at commas that are not inside brackets or quotes: ``[4,4],[8,8]`` into ``[4,4]`` and ``[8,8]``.
+
+    Spaces around the values are removed.
+    """
+    parts, depth = [""], 0
+    for part in VALUE_PART.findall(text):
+        depth += (part in "[{(") - (part in "]})")
+        if part == "," and not depth:
             parts.append("")
         else:
-            parts[-1] += letter
-    return parts
+            parts[-1] += part
+    return [part.strip() for part in parts]
 
 
 def read_sweep(line: CommandLine) -> Sweep:
@@ -193,7 +200,7 @@ def read_sweep(line: CommandLine) -> Sweep:
 
     Raises:
         UsageError: if the command is not ``fit``, a ``--sweep`` has no values, a key or a value occurs twice, or a key is not
-            an option of a run.
+            an option of a run, or the arguments for ``sbatch`` cannot be split.
     """
     if line.command != "fit":
         raise UsageError(f"--sweep trains several runs: use lightning fit, not lightning {line.command}")
@@ -214,11 +221,13 @@ def read_sweep(line: CommandLine) -> Sweep:
     for key, several in values.items():
         if len(set(several)) < len(several):
             raise UsageError(f"--sweep {key} has a value twice")
-    sbatch = line.last("sweep_sbatch")
+    submission = line.last("sweep_sbatch")
+    try:
+        sbatch = None if submission is None else shlex.split(submission)
+    except ValueError as error:  # a quotation mark is missing
+        raise UsageError(f"--sweep_sbatch {submission}: {error}") from None
     shared_options = line.without("sweep", "sweep_sbatch", "run_dir")
-    return Sweep(
-        shared_options, values, Path(line.last("run_dir") or DEFAULT), None if sbatch is None else shlex.split(sbatch)
-    )
+    return Sweep(shared_options, values, Path(line.last("run_dir") or DEFAULT), sbatch)
 
 
 def name_of(chosen: dict[str, str]) -> str:
@@ -232,8 +241,9 @@ def name_of(chosen: dict[str, str]) -> str:
     """
     names = short_names(list(chosen))
     text = ",".join(f"{names[key]}={value}" for key, value in chosen.items())
-    name = re.sub(r"[^\w=,.+-]+", "-", redact(text))[:LONGEST]
-    return name if name == text else f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    name = re.sub(r"[^\w=,.+-]+", "-", redact(text))[:LONGEST].encode()[:MOST_BYTES].decode(errors="ignore")
+    digest = hashlib.sha256(text.encode(errors="backslashreplace")).hexdigest()
+    return name if name == text else f"{name}-{digest[:6]}"
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -314,9 +324,9 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
         errors = [line for line in output.splitlines() if line.startswith("error: ")]
         return f"{describe_status(status)} ({errors[-1] if errors else f'see {OUTPUT}'})"
     try:
-        best = json.loads((folder / RECORD).read_text())["best"]
+        best = _stored(folder / RECORD)["best"]
         metric = f", best {best['metric']} {rounded(best['value'])}"
-    except (OSError, ValueError, KeyError, TypeError):  # a run without RunReport, or without a metric
+    except (KeyError, TypeError):  # a run without RunReport, or without a metric
         metric = ""
     return f"{duration(seconds)}{metric}"
 
@@ -392,18 +402,14 @@ def _is_file(path: str) -> bool:
 def _begin(folder: Path, line: CommandLine) -> None:
     """Store the arguments of a run in its folder, and mark an existing ``run.json`` there as unfinished."""
     folder.mkdir(parents=True, exist_ok=True)
-    record = folder / RECORD
-    if record.exists():
+    if record := _stored(folder / RECORD):
         # Otherwise a run that is trained again with other options would count as finished if it is interrupted.
-        write_whole(record, json.dumps({**json.loads(record.read_text()), "finished": False}, indent=1) + "\n")
+        write_whole(folder / RECORD, json.dumps({**record, "finished": False}, indent=1) + "\n")
     write_whole(folder / STARTED, json.dumps(_saved_arguments(line)) + "\n")
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:
     """Return whether a run with the same arguments and configuration files has already finished in this folder."""
-    try:
-        record, arguments = (json.loads((folder / name).read_text()) for name in (RECORD, STARTED))
-    except (OSError, ValueError):
-        return False
+    record, arguments = _stored(folder / RECORD), _stored(folder / STARTED)
     previous = {**arguments, "words": [present_word(word) for word in arguments.get("words", ())]}
     return bool(record.get("finished")) and previous == _saved_arguments(line)

@@ -96,6 +96,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
         raise ValueError(
             f"{path} does not end in the name of a picture format, such as .png; there are {', '.join(formats)}"
         )
+    lines_of_means: list[Any] = []
     for axis, metric in zip(axes, names, strict=True):
         for index, group in enumerate(groups):
             # matplotlib measures dashes in widths of the line
@@ -107,14 +108,15 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
             if len(group.runs) > 1:
                 for run in group.runs:
                     axis.plot(*_transposed(finite_points(run.points(metric))), linewidth=0.7, alpha=0.5, **style)
-            axis.plot(*_transposed(mean_points(group, metric)), label=labels[index], linewidth=1.6, marker=".", **style)
+            lines_of_means += axis.plot(*_transposed(mean_points(group, metric)), linewidth=1.6, marker=".", **style)
         axis.set_title(textwrap.fill(metric, 40), parse_math=False)
         axis.set_xlabel("optimizer step")
         axis.locator_params("y", min_n_ticks=FEWEST)
         axis.locator_params("x", integer=True, min_n_ticks=1)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
-    key = figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    # The lines are listed here because matplotlib's own list leaves out labels that begin with an underscore.
+    key = figure.legend(lines_of_means[: len(groups)], labels, loc="outside lower left", fontsize=8)
     for text in key.get_texts():
         text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)

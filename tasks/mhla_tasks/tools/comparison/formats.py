@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Sequence
 
 from rich import box
@@ -67,7 +68,7 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
 
     If a group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
     single runs. The last columns contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as
-    formulas get an apostrophe.
+    formulas get an apostrophe. Negative numbers stay as they are.
 
     Args:
         table: table to format.
@@ -93,7 +94,8 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
 
 def _csv_text(text: str) -> str:
     line = without_controls(harmless(text))
-    return f"'{line}" if line.startswith(("=", "+", "-", "@")) else line
+    is_number = re.fullmatch(r"[+-](\d+\.?\d*|\.\d+)(e[+-]?\d+)?", line, re.IGNORECASE)
+    return f"'{line}" if line.startswith(("=", "+", "-", "@")) and not is_number else line
 
 
 def as_latex(table: Table) -> str:

@@ -243,7 +243,7 @@ def _seeds(group: Group, path: Path) -> str:
     for run, seed in zip(group.runs, group.seeds, strict=True):
         report = run.folder / REPORT
         # quote() also encodes a colon, so that no name of a folder can be the scheme of a URL
-        target = quote(os.path.relpath(report.absolute(), path.absolute().parent))
+        target = quote(os.fsencode(os.path.relpath(report.absolute(), path.absolute().parent)))
         links.append(f'<a href="{target}">{html_text(seed)}</a>' if report.is_file() else html_text(seed))
     return ", ".join(links)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lightning_mhla.callbacks.points import LARGEST
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import CONFIG, is_run
 from lightning_mhla.system.listing import shown
@@ -26,9 +27,6 @@ ORDER = "runs.json"
 
 PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
 """Configuration keys whose values are paths of run folders and checkpoints. They do not count as differences between runs."""
-
-LARGEST = 1e300
-"""Absolute value at and above which a metric counts as not finite."""
 
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
@@ -216,7 +214,8 @@ def _finite(value: float | None) -> float | None:
 def flat(values: Any, prefix: str = "") -> dict[str, Any]:
     """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
 
-    In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object.
+    In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object. The value of
+    this key is the ``class_path``, so that an object without options counts as a difference, too.
 
     Args:
         values: nested mappings, lists and plain values.
@@ -235,10 +234,13 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
             name = str(value["class_path"]).rpartition(".")[2]
             # Further objects of the same class get the keys NAME-2, NAME-3 and so on.
             number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
-            by_class[f"{name}-{number + 1}" if number else name] = value.get("init_args")
-        return {
-            key: value for name, options in by_class.items() for key, value in flat(options, f"{prefix}.{name}").items()
-        }
+            by_class[f"{name}-{number + 1}" if number else name] = value
+        result: dict[str, Any] = {}
+        for name, value in by_class.items():
+            result[f"{prefix}.{name}"] = value["class_path"]
+            for options in filter(None, (value.get("init_args"), value.get("dict_kwargs"))):
+                result |= flat(options, f"{prefix}.{name}")
+        return result
     return {prefix: values}
 
 

@@ -94,7 +94,8 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.
         columns: names of the columns of numbers to show, in this order: metrics, ``best NAME`` for a metric by which
-            checkpoints were chosen, ``steps``, ``time`` and ``parameters``. None for all.
+            checkpoints were chosen, ``steps``, ``time`` and ``parameters``. None for all. If a metric has the name of one of
+            the other columns, such as ``time``, the name of that column ends in ``(run)``.
 
     Raises:
         ValueError: if ``columns`` contains the name of a column that does not exist.
@@ -110,28 +111,37 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
     if any(len(group.runs) > 1 for group in groups):
         filled.append((Column("runs", "number"), [Cell(str(len(group.runs)), len(group.runs)) for group in groups]))
     recorded, monitored = all_metrics(groups), {run.record["best"].get("metric") for run in runs}
-    best = [name for name in recorded if name in monitored]
+    best = {_distinct(f"{BEST}{name}", recorded): name for name in recorded if name in monitored}
+    figures = {_distinct(name, recorded): cell for name, cell in FIGURES.items()}
     if columns is None:
         # A column that repeats the last values, because training ended with the best ones, says nothing new.
-        new = [name for name in best if any(group.best(name) != group.final(name) for group in groups)]
-        columns = [*recorded, *(f"{BEST}{name}" for name in new), *FIGURES]
-    available = [*recorded, *(f"{BEST}{name}" for name in best)]
+        new = [title for title, name in best.items() if any(group.best(name) != group.final(name) for group in groups)]
+        columns = [*recorded, *new, *figures]
     for name in columns:
-        if name not in available and name not in FIGURES:
-            raise ValueError(f"no run recorded the metric {name}; the metrics are {', '.join(available) or 'none'}")
-        filled.append(_column(name, groups))
+        if name in recorded:
+            filled.append(_metric_column(name, name, [group.final(name) for group in groups], groups))
+        elif name in best:
+            filled.append(_metric_column(name, best[name], [group.best(best[name]) for group in groups], groups))
+        elif name in figures:
+            filled.append((Column(name, "number"), [figures[name](group) for group in groups]))
+        else:
+            available = ", ".join([*recorded, *best]) or "none"
+            raise ValueError(f"no run recorded the metric {name}; the metrics are {available}")
     notes = ["; ".join([*group.notes, *_early(group, [c for c in columns if c in recorded])]) for group in groups]
     filled += [(Column("notes", "note"), [Cell(note) for note in notes])] if any(notes) else []
     rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
     return Table([column for column, _ in filled], rows, bool(keys) and len(identities) == len(groups))
 
 
-def _column(name: str, groups: Sequence[Group]) -> tuple[Column, list[Cell]]:
-    """Return a column of numbers and its cells: a metric, ``best`` and a metric, or one of :data:`FIGURES`."""
-    if name in FIGURES:
-        return Column(name, "number"), [FIGURES[name](group) for group in groups]
-    metric = name.removeprefix(BEST)
-    summaries = [group.best(metric) if name.startswith(BEST) else group.final(metric) for group in groups]
+def _distinct(name: str, metrics: Sequence[str]) -> str:
+    """Return the name of a column that is not a metric, with the suffix ``(run)`` if a metric has this name."""
+    return f"{name} (run)" if name in metrics else name
+
+
+def _metric_column(
+    name: str, metric: str, summaries: Sequence[Summary], groups: Sequence[Group]
+) -> tuple[Column, list[Cell]]:
+    """Return a column with summaries of a metric, one for each group, and its cells."""
     column = Column(name, "number", direction(metric, groups))
     return column, _metric_cells(summaries, groups, column)
 

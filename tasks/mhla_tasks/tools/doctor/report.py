@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import rounded, without_nan
 
 Status = Literal["ok", "note", "wrong"]
 
@@ -63,16 +62,7 @@ def as_json(findings: list[Finding]) -> dict[str, Any]:
     Returns:
         A dict with ``verdict``, the worst status among the findings, and ``findings``, a list with a dict for each finding.
     """
-    return {"verdict": verdict(findings), "findings": [_without_nan(asdict(finding)) for finding in findings]}
-
-
-def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity in nested data by None, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"verdict": verdict(findings), "findings": [without_nan(asdict(finding)) for finding in findings]}
 
 
 def verdict(findings: list[Finding]) -> Status:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import math
 import os
 import shlex
@@ -57,7 +58,9 @@ def fit() -> Iterator[Finding]:
         yield Finding("training", "fit", "note", "not tried: the digits come with scikit-learn", advice)
         return
     with tempfile.TemporaryDirectory() as folder:
-        logger = f"--trainer.logger={{class_path: CSVLogger, init_args: {{save_dir: {folder}, name: '', version: ''}}}}"
+        # Quoted, because the path may contain characters that have a meaning in YAML, such as a comma.
+        place = json.dumps(folder)
+        logger = f"--trainer.logger={{class_path: CSVLogger, init_args: {{save_dir: {place}, name: '', version: ''}}}}"
         command = [sys.executable, "-m", "mhla_tasks", "fit", *OPTIONS, logger]
         start = time.perf_counter()
         try:
