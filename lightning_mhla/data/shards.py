@@ -184,6 +184,17 @@ def beside_shard(shard: Path, name: str) -> Path:
     return shard.with_name(f"{shard.stem.rpartition('-')[0]}-{name}")
 
 
+class _OpenFile:
+    """File that is open for reading until the last reference to this object is dropped."""
+
+    def __init__(self, path: Path) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY)
+
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
+        if hasattr(self, "descriptor"):  # opening may have failed
+            close(self.descriptor)
+
+
 class ShardReader:
     """Reader of WebDataset shards, which returns any file of a sample, given the index of the sample and the file's extension.
 
@@ -209,7 +220,7 @@ class ShardReader:
             self.tables = list(track(tables, "reading shard tables", total=len(self.shards), disable=is_quick))
         self.shard_sizes = [len(table.keys) for table in self.tables]
         self._ends = np.cumsum(self.shard_sizes)
-        self._open: OrderedDict[int, int] = OrderedDict()
+        self._open: OrderedDict[int, _OpenFile] = OrderedDict()
         self._owner = os.getpid()
 
     def __len__(self) -> int:
@@ -409,12 +420,12 @@ class ShardReader:
             return
         if self._owner != os.getpid():  # a worker process opens the shards itself
             self._open, self._owner = OrderedDict(), os.getpid()
-        if shard not in self._open:
-            if len(self._open) >= OPEN_FILES:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[shard] = os.open(self.shards[shard], os.O_RDONLY)
-        self._open.move_to_end(shard)
-        yield self._open[shard]
+        # Several threads may read. Each keeps its file open by a reference, even if another one drops it from the dict.
+        file = self._open.pop(shard, None) or _OpenFile(self.shards[shard])
+        self._open[shard] = file  # the last one, which is dropped last
+        if len(self._open) > OPEN_FILES:
+            self._open.popitem(last=False)
+        yield file.descriptor
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open": OrderedDict()}

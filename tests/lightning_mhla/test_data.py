@@ -435,6 +435,24 @@ def test_a_cut_tar_is_an_error(shards: list[Path], left: int) -> None:
         ShardReader(shards)
 
 
+def test_a_thread_reads_its_shard_while_another_opens_more(shards: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_mhla.data.shards.OPEN_FILES", 1)
+    reader, pread = ShardReader(shards), os.pread
+    waiting = [9]
+
+    def interrupted(descriptor: int, size: int, offset: int) -> bytes:
+        for index in waiting[:]:
+            waiting.clear()
+            thread = threading.Thread(target=reader.read, args=(index, "jpg"))
+            thread.start()
+            thread.join()
+        return pread(descriptor, size, offset)
+
+    monkeypatch.setattr(os, "pread", interrupted)
+    assert reader.read(0, "jpg") == jpeg(0)
+    assert not waiting
+
+
 def test_no_tar_at_all_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "x.tar").write_bytes(b"hello" * 1000)
     with pytest.raises(ValueError, match=r"x\.tar: not a complete tar file"):

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 from rich.progress import track
 
-from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.data import BrokenSampleError, ShardUnavailableError
 from lightning_mhla.data.captioned import CaptionedFiles
 from lightning_mhla.data.images import EXTENSIONS, open_image, upright_size
 from lightning_mhla.system.untrusted import BROKEN
@@ -125,6 +125,8 @@ def _image_size(files: CaptionedFiles, index: int) -> Size:
                 return upright_size(image)
             except (OSError, Image.DecompressionBombError, *BROKEN):
                 continue  # the orientation may be stored after the pixels
+    except ShardUnavailableError:
+        raise
     except OSError as error:
         raise BrokenSampleError(f"{files.describe(index)}: {error}") from error
     if size is None:

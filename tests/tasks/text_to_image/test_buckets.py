@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -15,13 +17,20 @@ from hypothesis import strategies as st
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, ImageLatentShards
 from mhla_tasks.text_to_image import buckets as buckets_module
-from mhla_tasks.text_to_image.buckets import EXTENSIONS, nearest_bucket, parse_buckets
+from mhla_tasks.text_to_image.buckets import EXTENSIONS, nearest_bucket, parse_buckets, sort_into_buckets
 from PIL import Image
 from sana import save_pipeline
 from test_text_to_image_training import config
 
-from lightning_mhla.data import BrokenSampleError, ResumableLoader, ShardOptions
-from lightning_mhla.data.captioned import FolderFiles
+from lightning_mhla.data import (
+    BrokenSampleError,
+    ResumableLoader,
+    ShardOptions,
+    ShardReader,
+    ShardUnavailableError,
+    write_shards,
+)
+from lightning_mhla.data.captioned import FolderFiles, ShardFiles
 from lightning_mhla.data.loader import Progress
 from lightning_mhla.data.sampling import grouped_order
 
@@ -174,3 +183,14 @@ def test_sizes_are_read_from_the_beginnings_of_files(tmp_path: Path, monkeypatch
     files = FolderFiles(tmp_path, EXTENSIONS, "caption")
     monkeypatch.setattr(FolderFiles, "member", lambda *_: pytest.fail("read completely"))
     assert [buckets_module._image_size(files, index) for index in range(2)] == [(300, 400)] * 2
+
+
+def test_a_shard_that_changes_is_not_taken_for_a_broken_image(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    Image.new("RGB", (40, 20)).save(stream, "PNG")
+    [shard] = write_shards(range(3), lambda _: {"png": stream.getvalue(), "txt": b"black"}, tmp_path, "train", 3)
+    files = ShardFiles(ShardReader([shard]), "caption")
+    assert sort_into_buckets(files, [(16, 16), (8, 16)], 0).tolist() == [1, 1, 1]
+    os.utime(shard)
+    with pytest.raises(ShardUnavailableError, match="was rewritten while it is in use"):
+        sort_into_buckets(files, [(16, 16), (8, 16)], 0)
