@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import html
 import io
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -200,19 +201,21 @@ def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
     lines = [
         f'<p>{html.escape(step.purpose)}:</p><pre class="command">{_command(step.command)}</pre>' for step in steps
     ]
-    return f'<div class="next"><h2>{title}</h2>{"".join(lines)}{_weights(checkpoints, record)}</div>'
+    return f'<div class="next"><h2>{title}</h2>{"".join(lines)}{_weights(folder, checkpoints, record)}</div>'
 
 
-def _weights(checkpoints: Path, record: Mapping[str, Any]) -> str:
+def _weights(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
     """Return HTML that says which weights the commands for a finished run read, and where its best weights are."""
     if not record["finished"]:
         return ""
     text, best = f"These commands read the weights of the last step, {record['steps']:,}.", record["best"]
     if best and "file" in best and best["step"] != record["steps"]:
-        file = f"{checkpoints.name}/{best['file']}"
+        file = os.path.relpath(checkpoints / best["file"], folder)
+        is_inside = not file.startswith(os.pardir)
+        file = file if is_inside else os.path.abspath(checkpoints / best["file"])
         text += (
             f" The best {html.escape(best['metric'])} is that of step {best['step']:,}: for these weights, name "
-            f"<code>{html.escape(file)}</code> in the folder of the run."
+            f"<code>{html.escape(file)}</code>{' in the folder of the run' if is_inside else ''}."
         )
     return f"<p>{text}</p>"
 

@@ -167,15 +167,10 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
         return False
     figure, axes = make_panels(len(panels), 3, (4.2, 3))
     for axis, (title, names) in zip(axes, panels.items(), strict=True):
+        lines: list[Any] = []
         for name in names:
             marker = "o" if len(drawable[name]) <= 12 else ""
-            axis.plot(
-                *zip(*drawable[name], strict=True),
-                label=name.split("/", 1)[0],
-                linewidth=1.2,
-                marker=marker,
-                markersize=3,
-            )
+            lines += axis.plot(*zip(*drawable[name], strict=True), linewidth=1.2, marker=marker, markersize=3)
         axis.set_title("\n".join(textwrap.wrap(title, 40)), parse_math=False)
         axis.set_xlabel("optimizer step")
         axis.locator_params("y", min_n_ticks=FEWEST)
@@ -183,7 +178,8 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
         axis.xaxis.set_major_formatter("{x:,.0f}")
         axis.grid(alpha=0.3)
         if len(names) > 1:
-            axis.legend()
+            # The lines are listed here because matplotlib's own list leaves out labels that begin with an underscore.
+            axis.legend(lines, [name.split("/", 1)[0] for name in names])
     target.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(target, dpi=110, format="png")
     return True

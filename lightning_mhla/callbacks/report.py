@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import platform
 import time
 from importlib.metadata import version
@@ -49,21 +50,24 @@ class RunReport(Callback):
     def __init__(self) -> None:
         self.points = MetricPoints()
         self._before = 0.0
-        self._start = time.monotonic()
+        self._start: float | None = None  # None while no fit is running
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
         self._folder: Path | None = None
         self._restored = False  # whether a checkpoint supplied the path of the weights that the run started from
         self._pretrained: str | None = None
-        self._training = False  # whether the state of a checkpoint is restored and training has begun
+        self._training = (
+            False  # whether a fit is running whose training has begun, with the state of a checkpoint restored
+        )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the metrics of an earlier fit. If there is a :class:`LearningCurves` callback, share its metric record."""
+        self._training = False
         if stage == "fit":
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
-            self._training, self._restored, self._pretrained = False, False, None
+            self._restored, self._pretrained = False, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring the training time, and set the folder of the run. Every process must call this method."""
@@ -112,6 +116,7 @@ class RunReport(Callback):
         all_stop = isinstance(exception, SystemExit) or (
             isinstance(exception, KeyboardInterrupt) and trainer.world_size == 1
         )
+        self._stop_timer()
         if all_stop and self._training:
             self._write(trainer, pl_module, finished=False)
 
@@ -125,7 +130,10 @@ class RunReport(Callback):
         return pretrained_weights(self._folder)
 
     def _seconds(self) -> float:
-        return self._before + time.monotonic() - self._start
+        return self._before + (0.0 if self._start is None else time.monotonic() - self._start)
+
+    def _stop_timer(self) -> None:
+        self._before, self._start = self._seconds(), None
 
     def _write(self, trainer: Trainer, pl_module: LightningModule, finished: bool) -> None:
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
@@ -143,7 +151,7 @@ class RunReport(Callback):
                 score = callback.best_model_score
                 # The best value has a file only if a ModelCheckpoint saved at that validation.
                 if callback.best_model_path and score is not None and float(score) == value:
-                    best["file"] = Path(callback.best_model_path).name
+                    best["file"] = os.path.relpath(callback.best_model_path, checkpoints)
         parameters = list(pl_module.parameters())
         self._skipped = skipped_parts(trainer, metrics) if finished else []
         record = {
@@ -170,6 +178,7 @@ class RunReport(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write ``run.json`` and ``report.html``, and print metrics, training time and file paths, on the first process."""
+        self._stop_timer()
         self._write(trainer, pl_module, finished=True)
         folder, checkpoints = run_folder(trainer), checkpoint_folder(trainer)
         if not trainer.is_global_zero:

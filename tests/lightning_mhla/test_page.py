@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import time
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -157,6 +158,12 @@ def test_a_report_says_whose_weights_its_commands_read(
     assert "These commands read the weights of the last step, 1,200." in text
     assert ("is that of step 600: for these weights, name checkpoints/best<1>.ckpt in the folder" in text) is says_best
     assert "These commands" not in text_of(page_of(tmp_path, record(best=best), {}))
+    if says_best:  # of a ModelCheckpoint with a folder of its own
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/config.yaml").touch()
+        write_page(tmp_path / "run", tmp_path / "elsewhere", record(finished=True, best=best), {})
+        text = text_of((tmp_path / "run/report.html").read_text())
+        assert f"for these weights, name {tmp_path / 'elsewhere' / str(file)} ." in text
 
 
 def test_the_next_command_depends_on_the_state_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -506,6 +513,30 @@ def test_a_metric_of_training_and_validation_is_that_of_validation_after_a_resum
     resumed.load_state_dict(stopped.state_dict())
     resumed.points.note_validation(SimpleNamespace(global_step=20))  # type: ignore[arg-type]
     assert resumed.points == {"loss": [(20, 0.5)]}
+
+
+class StopsInValidation(Measured):
+    """Module whose validation is stopped by a signal if no fit is running."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.state.fn == "validate":
+            raise SystemExit(75)
+        super().validation_step(batch, batch_idx)
+
+
+def test_a_finished_run_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A validation that is stopped afterwards does not mark the run as unfinished, and time after the fit does not count."""
+    report = RunReport()
+    trainer = quick_trainer(CSVLogger(tmp_path, "", ""), report, max_epochs=1, limit_train_batches=1)
+    module = StopsInValidation()
+    trainer.fit(module)
+    content, seconds = (tmp_path / "run.json").read_bytes(), report.state_dict()["seconds"]
+    later = time.monotonic() + 3600
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    with pytest.raises(SystemExit):
+        trainer.validate(module, verbose=False)
+    assert (tmp_path / "run.json").read_bytes() == content
+    assert report.state_dict()["seconds"] == seconds
 
 
 class StopsAt(Callback):

@@ -21,12 +21,12 @@ def module(classes: int) -> ImageClassifier:
     return ImageClassifier(attention={"kind": "linear"}, **grouped(num_classes=classes, **sizes))  # type: ignore[arg-type]
 
 
-def checkpoint(path: Path, names: list[str], points: dict[str, Any], step: int) -> Path:
+def checkpoint(path: Path, names: list[str], points: dict[str, Any], step: int, **entries: Any) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     model = module(len(names))
     content = {
         "state_dict": model.state_dict(), "hyper_parameters": dict(model.hparams), "global_step": step, "epoch": 2,
-        "class_names": names, "callbacks": {"RunReport": {"points": points, "seconds": 5.0, "versions": {}}},
+        "class_names": names, "callbacks": {"RunReport": {"points": points, "seconds": 5.0, "versions": {}}}, **entries,
     }  # fmt: skip
     torch.save(content, path)
     return path
@@ -71,10 +71,14 @@ def test_a_card_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_score_of_earlier_weights_is_said_to_be_one(tmp_path: Path) -> None:
-    path = checkpoint(tmp_path / "alone.ckpt", [str(number) for number in range(150)], {"val/loss": [[20, 0.5]]}, 25)
+    # A checkpoint that was saved after the last epoch, whose entry `epoch` is 2.
+    loops = {"fit_loop": {"epoch_progress": {"current": {"ready": 2, "started": 2, "processed": 2, "completed": 2}}}}
+    names = [str(number) for number in range(150)]
+    path = checkpoint(tmp_path / "alone.ckpt", names, {"val/loss": [[20, 0.5]]}, 25, loops=loops)
     (tmp_path / "config.yaml").write_text("model: {}\n")
     registry.run("export", [str(path), str(tmp_path / "out")])
     parts = sections(tmp_path / "out/README.md")
+    assert parts["Training"].startswith("\n25 optimizer steps, 2 epochs, 5 s.")
     assert "The exported checkpoint is the state after step 25." in parts["Metrics"]
     assert "with exactly these weights" not in parts["Metrics"]
     assert "Metrics of other steps in the table were measured with the weights of those steps." in parts["Metrics"]

@@ -108,7 +108,9 @@ def write_card(
     # The template has the quotation marks already, so the first and last character of `quoted` are cut off below.
     quoted = json.dumps(folder, ensure_ascii=not folder.isprintable())  # a JSON string is also a Python string
     code = loading.replace("FOLDER", quoted[1:-1])
-    epochs = content.get("epoch", 0) + 1
+    # The entry `epoch` of a checkpoint is the number of complete epochs, with or without the one that was running.
+    progress = ((content.get("loops") or {}).get("fit_loop") or {}).get("epoch_progress") or {}
+    epochs = (progress.get("current") or {}).get("started", content.get("epoch", 0) + 1)
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {escaped(folder)}",
         f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
