@@ -138,28 +138,34 @@ def _processor() -> str:
     return next((f", {line.partition(':')[2].strip()}" for line in lines if line.startswith("model name")), "")
 
 
-def skipped_parts(trainer: Trainer, points: Mapping[str, list[tuple[int, float]]]) -> list[str]:
+def skipped_parts(
+    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int = 0
+) -> list[str]:
     """Return one sentence for each part that is missing from the report of a run, with the reason.
 
     Args:
         trainer: trainer of the run, at its end.
         points: (step, value) pairs of the validation metrics, by name.
+        validated_step: optimizer step of the last validation in this process, which may have logged no metrics; 0 if there was
+            none.
     """
-    parts = _skipped_validation(trainer, points)
+    parts = _skipped_validation(trainer, points, validated_step)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, SkipsParts):
             parts += callback.skipped_parts(trainer)
     return parts
 
 
-def _skipped_validation(trainer: Trainer, points: Mapping[str, list[tuple[int, float]]]) -> list[str]:
+def _skipped_validation(
+    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int
+) -> list[str]:
     if not trainer.enable_validation:
         reason = "limit_val_batches is 0" if trainer.limit_val_batches == 0 else "the data has no validation set"
         return [f"No validation: {reason}."]
-    last = max((values[-1][0] for values in points.values() if values), default=0)
+    last = max((values[-1][0] for values in points.values() if values), default=validated_step)
     step = trainer.global_step
     if last == step:
-        return []
+        return [] if points else ["The validation logged no metrics."]
     reason = _validation_period(trainer)
     if not last:
         return [f"No validation: {reason}."]

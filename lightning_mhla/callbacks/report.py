@@ -51,6 +51,7 @@ class RunReport(Callback):
         self.points = MetricPoints()
         self._before = 0.0
         self._start: float | None = None  # None while no fit is running
+        self._validated_step = 0  # optimizer step of the last validation of this fit
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
         self._folder: Path | None = None
@@ -67,7 +68,7 @@ class RunReport(Callback):
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
-            self._restored, self._pretrained = False, None
+            self._restored, self._pretrained, self._validated_step = False, None, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring the training time, and set the folder of the run. Every process must call this method."""
@@ -104,6 +105,7 @@ class RunReport(Callback):
         if trainer.sanity_checking or trainer.state.fn != "fit":
             return
         self.points.note_validation(trainer)
+        self._validated_step = trainer.global_step
         self._write(trainer, pl_module, finished=False)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -153,7 +155,7 @@ class RunReport(Callback):
                 if callback.best_model_path and score is not None and float(score) == value:
                     best["file"] = os.path.relpath(callback.best_model_path, checkpoints)
         parameters = list(pl_module.parameters())
-        self._skipped = skipped_parts(trainer, metrics) if finished else []
+        self._skipped = skipped_parts(trainer, metrics, self._validated_step) if finished else []
         record = {
             "finished": finished,
             "steps": trainer.global_step,

@@ -458,6 +458,19 @@ class Numbers(LightningDataModule):
     val_dataloader = train_dataloader
 
 
+class LogsNothing(Measured):
+    """Module whose validation logs no metrics."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        return None
+
+
+def test_a_validation_without_metrics_took_place(tmp_path: Path) -> None:
+    trainer = quick_trainer(CSVLogger(tmp_path, "", ""), RunReport(), max_epochs=2, limit_train_batches=1)
+    trainer.fit(LogsNothing())
+    assert json.loads((tmp_path / "run.json").read_text())["skipped"] == ["The validation logged no metrics."]
+
+
 def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
     trainer = quick_trainer(CSVLogger(tmp_path), RunReport(), max_epochs=1, limit_train_batches=1)
     model, data = Measured(), Numbers(Source("https://me:secret@example.org/x.tar?key=secret"), password="secret")

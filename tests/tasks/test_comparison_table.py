@@ -208,6 +208,9 @@ def test_equal_values_and_single_rows_have_no_best() -> None:
         assert not any(cell.best for row in tabulate(group_runs(runs)).rows for cell in row)
     table = tabulate(group_runs([scored("a", 0, 0.500001), scored("b", 0, 0.500002), scored("c", 0, 0.4)]))
     assert [row[2].best for row in table.rows] == [True, True, False], "they are rounded to the same text"
+    runs = [scored("a", 0, 0.76), scored("a", 1, 0.74), scored("b", 0, 0.75), scored("c", 0, 0.5)]
+    table = tabulate(group_runs(runs))
+    assert [(row[3].text, row[3].best) for row in table.rows] == [("0.750", True), ("0.75", True), ("0.5", False)]
 
 
 def test_markdown_csv_and_latex() -> None:

@@ -184,7 +184,8 @@ def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column:
         return cells
     best = texts[min(texts) if column.better == "min" else max(texts)]
     return [
-        replace(cell, best=competes and cell.value is not None and cell.text == best)
+        # With a spread, an equal value may have a different text, such as 0.930 for 0.93.
+        replace(cell, best=competes and cell.value is not None and best in (cell.text, texts[cell.value]))
         for cell, competes in zip(cells, competing, strict=True)
     ]
 
