@@ -315,7 +315,10 @@ def _listed(texts: Sequence[str]) -> list[str]:
 
 
 def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
-    """Split a Markdown page of samples into its sections, each with a title and the texts of its code blocks."""
+    """Split a Markdown page of samples into its sections, each with a title and the texts of its code blocks.
+
+    A resumed run repeats the steps after its checkpoint. The sections that the stopped run wrote at these steps are left out.
+    """
     blocks: list[tuple[str, list[str]]] = []
     fence, lines = "", io.StringIO()
     for line in page.splitlines(keepends=True):
@@ -330,8 +333,17 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
         elif mark:
             fence, lines = mark[1], io.StringIO()
         elif line.startswith("#"):
-            blocks.append((line.lstrip("# ").rstrip(), []))
+            title = line.lstrip("# ").rstrip()
+            while blocks and _step(blocks[-1][0]) >= _step(title) >= 0:
+                blocks.pop()
+            blocks.append((title, []))
     return [(title, texts) for title, texts in blocks if texts]
+
+
+def _step(title: str) -> int:
+    """Return the optimizer step in the title of a section such as ``step 600``; -1 for any other title."""
+    match = re.fullmatch(r"step (\d{1,18})", title)
+    return int(match[1]) if match else -1
 
 
 def _text(title: str, path: Path) -> list[str]:

@@ -199,6 +199,11 @@ def test_the_newest_sample_comes_first(tmp_path: Path) -> None:
     assert "Samples, step 10 # text 10" in text_of(page_of(tmp_path, record())), (
         "what is cut off does not shift the fences"
     )
+    again = "".join(parts).replace("# text", "# old") + parts[1]  # stopped after step 30, resumed from step 10
+    (tmp_path / "samples.md").write_text(again)
+    text = text_of(page_of(tmp_path, record()))
+    assert "Samples, step 20 # text 20 ```inner``` 1 earlier step step 10 # old 10" in text
+    assert "# old 20" not in text
 
 
 def test_matching_and_task_loss_are_apart() -> None:
