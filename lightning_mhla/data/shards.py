@@ -227,6 +227,10 @@ class ShardReader:
         """Return the number of samples in all shards."""
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def is_streamed(self, shard: Path) -> bool:
+        """Return whether a shard is downloaded each time that it is read and not in the cache."""
+        return shard in self._urls
+
     def describe(self, index: int) -> str:
         """Describe where a sample is stored, by its shard and key, for messages."""
         shard, _ = self._find(index)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
+from lightning_mhla.data.shards import beside_shard
 from lightning_mhla.system.untrusted import parse_array, parse_array_header
 from mhla_tasks.language.targets import ranges_between
 from mhla_tasks.language.text_bytes import missing_between
@@ -20,7 +22,8 @@ that belong to plain texts or to messages of the assistant, omitted if the chat 
 class ShardRuns:
     """Reader of long token sequences (runs) in tar shards, which loads only the requested part of a run.
 
-    Each sample of a shard is one run. The class implements the protocol ``sources.TokenRuns``.
+    Each sample of a shard is one run. The class implements the protocol ``sources.TokenRuns``. Streamed shards are not
+    downloaded before their tokens are read, except for one shard of each prefix.
 
     Args:
         reader: reader of the shards.
@@ -32,7 +35,20 @@ class ShardRuns:
     def __init__(self, reader: ShardReader) -> None:
         self.reader = reader
         self.run_shards: Sequence[int] = reader.shard_sizes
-        self._heads = [self._head(run) for run in range(len(reader))]
+        self._heads: list[tuple[int, np.dtype]] = []
+        self._assumed: set[int] = set()
+        # The shards of a prefix were written by one command: their arrays have heads of one length, and one dtype.
+        prefix_heads: dict[Path, tuple[int, np.dtype]] = {}
+        for shard, count in zip(reader.shards, reader.shard_sizes, strict=True):
+            for run in range(len(self._heads), len(self._heads) + count):
+                reader.extension(run, (TOKENS,))
+                reader.extension(run, (STARTS,))
+                prefix = beside_shard(shard, TOKENS)
+                if reader.is_streamed(shard) and prefix in prefix_heads:
+                    self._assumed.add(run)
+                else:
+                    prefix_heads[prefix] = self._head(run)
+                self._heads.append(prefix_heads[prefix])
         self.lengths: Sequence[int] = [
             (reader.size(run, TOKENS) - offset) // dtype.itemsize for run, (offset, dtype) in enumerate(self._heads)
         ]
@@ -44,10 +60,8 @@ class ShardRuns:
         """Return the byte offset of the tokens of a run (a long sequence) in their tar member, and the dtype of the tokens.
 
         Raises:
-            BrokenSampleError: if the tokens are missing, truncated or not an array of unsigned integers.
+            BrokenSampleError: if the tokens are truncated or not an array of unsigned integers.
         """
-        self.reader.extension(run, (TOKENS,))
-        self.reader.extension(run, (STARTS,))
         try:  # the header alone says where to read, without loading the tokens
             shape, dtype, start = parse_array_header(self.reader.read(run, TOKENS, 0, 256))
         except ValueError as error:
@@ -73,6 +87,10 @@ class ShardRuns:
             BrokenSampleError: if the tokens, or the positions at which documents begin, cannot be read.
         """
         offset, dtype = self._heads[run]
+        if run in self._assumed:
+            if self._head(run) != (offset, dtype):
+                raise BrokenSampleError(f"{self.describe(run)}: .{TOKENS} is not {dtype}, as in the first shard")
+            self._assumed.discard(run)
         data = self.reader.read(run, TOKENS, offset + start * dtype.itemsize, count * dtype.itemsize)
         tokens = np.frombuffer(data, dtype)
         first = np.zeros(len(tokens), dtype=bool)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from mhla_tasks.language.tokenizer import load_tokenizer, pack_tokenizer, token_
 from small import SENTENCES, small_model
 
 from lightning_mhla.data import BrokenSampleError, ShardReader, write_shards
+from lightning_mhla.data.tables import load_table
 from lightning_mhla.data.write import array_bytes
 from lightning_mhla.training.optim import OptimizerConfig
 
@@ -145,6 +147,48 @@ def test_shards_hold_every_document_in_order(sources: list[str], tokenizer: Any,
     part = runs.read(1, 5, 20)
     assert part[0].tolist() == read[1][0][5:25].tolist()
     assert part[1].tolist() == read[1][1][5:25].tolist()
+
+
+class Remote:
+    """Stand-in for a cache of remote shards, which records the shards that are read."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self.urls, self.opened = dict.fromkeys(paths, "https://"), set[str]()
+
+    def table(self, path: Path) -> Any:
+        return load_table(path)
+
+    @contextmanager
+    def open(self, path: Path) -> Iterator[int]:
+        self.opened.add(path.name)
+        with path.open("rb") as stream:
+            yield stream.fileno()
+
+
+def test_streamed_shards_are_not_downloaded_before_they_are_read(
+    sources: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    paths = write(tmp_path / "out", sources, tokenizer)
+    remote: Any = Remote(paths)
+    local, streamed = ShardRuns(ShardReader(paths)), ShardRuns(ShardReader(paths, streamed=remote))
+    assert remote.opened == {paths[0].name} != {path.name for path in paths}
+    assert streamed.lengths == local.lengths
+    for run, length in enumerate(local.lengths):
+        for part, expected in zip(streamed.read(run, 0, length), local.read(run, 0, length), strict=True):
+            assert part.tolist() == expected.tolist()
+
+
+def test_a_streamed_shard_of_a_different_dtype_is_an_error(tmp_path: Path) -> None:
+    def members(number: int) -> dict[str, Any]:
+        tokens = np.arange(40, dtype=(np.uint16, np.uint32)[number])
+        return {"tokens.npy": array_bytes(tokens), "starts.npy": array_bytes(np.zeros(1, np.int64))}
+
+    paths = write_shards(range(2), members, tmp_path, "train", 1)
+    remote: Any = Remote(paths)
+    runs = ShardRuns(ShardReader(paths, streamed=remote))
+    assert runs.read(0, 0, 40)[0].tolist() == list(range(40))
+    with pytest.raises(BrokenSampleError, match=r"\.tokens\.npy is not uint16, as in the first shard"):
+        runs.read(1, 0, 40)
 
 
 def test_shards_go_on_after_a_stop(
