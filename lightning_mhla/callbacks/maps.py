@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_mhla.attention.layout import BlockLayout
-from lightning_mhla.system.figures import make_panels, set_title
+from lightning_mhla.system.figures import hide_ticks, make_panels, set_title
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -62,11 +62,11 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout], step
         heads = f"mean of {len(matrix)} heads" if matrix.dim() == 3 else "all heads"
         matrix = matrix.mean(0) if matrix.dim() == 3 else matrix
         shown = axis.imshow(fold_mixing(matrix[first:, first:], layout), cmap="viridis", vmin=0)
-        axis.set(xticks=[], yticks=[])
         axis.set_title(f"layer {number}\n{heads}", fontsize=10)
         if not folded:
             axis.set_xlabel("block that is read")
             axis.set_ylabel("block that reads")
+        hide_ticks(axis)
         figure.colorbar(shown, ax=axis, shrink=0.8)
     set_title(figure, f"Mixing coefficients at step {step:,}")
     where = (
@@ -113,7 +113,9 @@ def draw_matrices(weights: dict[str, Tensor], step: int, least: float = 1e-5) ->
         picture = axis.imshow(shown, cmap="magma", norm=scale)
         axis.set(xlabel="key", ylabel="query" if index % columns == 0 else "")
         axis.set_title(f"layer {number}\n{_heads(matrix)}", fontsize=10)
-    figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the query's weight")
+    # Plain numbers, because powers of ten would be typeset as formulas, which takes longer than all the rest.
+    bar = figure.colorbar(picture, ax=axes, shrink=0.7, label="share of the query's weight", format="{x:g}")
+    bar.minorticks_off()
     set_title(figure, f"Attention at step {step:,}, one validation sample")
     return figure, (
         f"Attention of one validation sample at step {step:,}, by layer. A row shows which earlier tokens (columns) a token "
@@ -163,7 +165,7 @@ def draw_attention(
             axis.plot(position % plane[1], position // plane[1], "c+", markersize=7)
         figure.colorbar(picture, ax=list(axes[row]), shrink=0.8)
     for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
+        hide_ticks(axis)
     heads = _heads(next(iter(weights.values())))
     set_title(figure, f"Attention of the query at + at step {step:,}, {heads}")
     return figure, (
@@ -232,7 +234,7 @@ def draw_frames(
                 axes[row, column].plot(center[1], center[0], "c+", markersize=7)
         figure.colorbar(picture, ax=list(axes[row]), shrink=0.8)
     for axis in axes.flat:
-        axis.set(xticks=[], yticks=[])
+        hide_ticks(axis)
     heads = _heads(next(iter(weights.values())))
     set_title(figure, f"Attention of the query at + at step {step:,}, {heads}")
     return figure, (

@@ -11,7 +11,7 @@ from typing import Any
 from lightning import Trainer
 
 from lightning_mhla.callbacks.axes import FEWEST
-from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.figures import arrange, make_panels
 from lightning_mhla.system.lightning_private import loop_metrics
 
 LARGEST = 1e300
@@ -181,7 +181,7 @@ def draw_curves(points: Mapping[str, Sequence[tuple[int, float]]], target: Path)
             # The lines are listed here because matplotlib's own list leaves out labels that begin with an underscore.
             axis.legend(lines, [name.split("/", 1)[0] for name in names])
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=110, format="png")
+    figure.savefig(target, dpi=110, format="png", bbox_inches=arrange(figure, 110))
     return True
 
 

@@ -8,10 +8,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 if TYPE_CHECKING:
     from lightning import Trainer
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
 
 DARK = "dark"
 """Name of the subfolder, beside a picture, with the variant of the picture for dark screens."""
@@ -19,6 +22,8 @@ INK, PAPER = "#e6e8eb", "#14171c"
 """Colors of text and background on dark screens, the same as on the web pages."""
 DOTS = 130
 """Resolution of picture files in dots per inch."""
+MARGIN = 0.1
+"""Margin of picture files in inches."""
 
 
 def make_panels(
@@ -57,6 +62,13 @@ def plain_numbers(axis: Axes) -> None:
         one_axis.set_minor_formatter(NullFormatter())
 
 
+def hide_ticks(axis: Axes) -> None:
+    """Remove the ticks of both axes of a plot, and hide an axis without a label, which saves time when the figure is drawn."""
+    axis.set(xticks=[], yticks=[])
+    for one_axis in (axis.xaxis, axis.yaxis):
+        one_axis.set_visible(bool(one_axis.get_label_text()))
+
+
 def set_title(figure: Figure, text: str, size: float = 10) -> None:
     """Write a title above all plots of a figure, in as many lines as its width requires.
 
@@ -70,20 +82,40 @@ def set_title(figure: Figure, text: str, size: float = 10) -> None:
     figure.suptitle("\n".join(lines), fontsize=size, parse_math=False)
 
 
+def arrange(figure: Figure, dpi: float) -> Bbox:
+    """Place all parts of a figure, and return the smallest box in inches, with a margin, that contains them.
+
+    The arrangement takes longer than drawing. Without this function, ``savefig`` would arrange the figure again for every file,
+    and draw it a second time to measure it.
+
+    Args:
+        figure: figure, whose parts keep these places from then on.
+        dpi: resolution of the picture files in dots per inch.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure.set_dpi(dpi)  # sizes of text are rounded to pixels
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.execute(figure)
+        figure.set_layout_engine(None)
+    return figure.get_tightbbox(renderer).padded(MARGIN)
+
+
 def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
     """Write a figure as a PNG file, and its variant for dark screens to the subfolder ``dark``.
 
     The caption is stored in both files, from which ``report.html`` reads it.
 
     Args:
-        figure: figure to write. Its colors are restored afterwards.
+        figure: figure to write. Its colors are restored afterwards; the positions of its parts are fixed from then on.
         path: path of the PNG file. Missing folders are created.
         caption: text that says what the figure shows, and what to look for.
     """
     dark = path.parent / DARK / path.name
     dark.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"metadata": {"Description": caption} if caption else {}}
-    options |= {"dpi": DOTS, "format": "png", "bbox_inches": "tight"}  # tight: without margins, and nothing is cut off
+    options |= {"dpi": DOTS, "format": "png", "bbox_inches": arrange(figure, DOTS)}
     figure.savefig(path, **options)
     with _dark_colors(figure):
         figure.savefig(dark, **options)
@@ -100,11 +132,15 @@ def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, captio
         caption: text that says what the figure shows, and what to look for.
     """
     from lightning.pytorch.loggers import TensorBoardLogger  # slow to import, and other pictures need no logger
+    from PIL import Image
 
-    save_figure(figure, folder / f"{name}-step{trainer.global_step:07d}.png", caption)
+    path = folder / f"{name}-step{trainer.global_step:07d}.png"
+    save_figure(figure, path, caption)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure(name, figure, trainer.global_step)
+            with Image.open(path) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+            logger.experiment.add_image(name, pixels, trainer.global_step, dataformats="HWC")
 
 
 @contextmanager

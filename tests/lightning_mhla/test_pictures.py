@@ -172,6 +172,38 @@ def test_a_picture_has_a_variant_for_dark_screens_and_its_caption(tmp_path: Path
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "x.png").read_bytes(), "the figure has its colors again"
 
 
+@pytest.mark.parametrize("kind", ["attention", "matrices", "mixing", "curves"])
+def test_both_variants_of_a_picture_have_the_same_arrangement(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A figure is arranged once and drawn once for each file; with two arrangements, the dark variant had another size."""
+    layout = BlockLayout((8, 8), (4, 4))
+    weights = {"0": torch.rand(2, 64, 64).softmax(-1), "1": torch.rand(2, 64, 64).softmax(-1)}
+    if kind == "curves":
+        figure, axes = make_panels(2, 2, (2, 2))
+        for axis in axes:
+            axis.plot([1, 10, 1000], [0.001, 1, 300])
+            axis.set(xscale="log", yscale="log", title="a title")
+    else:
+        figure, _ = {
+            "attention": lambda: draw_attention(weights, dict.fromkeys(weights, layout), torch.rand(1, 8, 8), 1),
+            "matrices": lambda: draw_matrices(weights, 1),
+            "mixing": lambda: draw_mixing({"0": torch.rand(16, 16)}, {"0": layout}, 1),
+        }[kind]()
+    drawn = []
+    draw = Figure.draw
+    monkeypatch.setattr(Figure, "draw", lambda self, renderer: (drawn.append(self), draw(self, renderer)))
+    save_figure(figure, tmp_path / "x.png")
+    assert len(drawn) == 2
+    light, dark = (np.array(Image.open(tmp_path / name).convert("L"), int) for name in ("x.png", "dark/x.png"))
+    assert light.shape == dark.shape
+    rows = [np.flatnonzero((abs(image - image[0, 0]) > 60).any(1)) for image in (light, dark)]
+    columns = [np.flatnonzero((abs(image - image[0, 0]) > 60).any(0)) for image in (light, dark)]
+    for first, second in (rows, columns):
+        assert abs(first[0] - second[0]) <= 1
+        assert abs(first[-1] - second[-1]) <= 1
+
+
 class Model(LightningModule):
     """Model with one attention layer, whose validation step logs and uses random numbers."""
 
