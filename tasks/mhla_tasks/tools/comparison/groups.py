@@ -16,6 +16,7 @@ from statistics import fmean, stdev
 from typing import Any
 
 from lightning_mhla.checkpoints.runs import CONFIG
+from lightning_mhla.system.numbers import plural
 from mhla_tasks.tools.comparison.runs import (
     SEED,
     Run,
@@ -150,7 +151,7 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         values = [f"{short}={option_text(run.options.get(key))}" for key, short in names.items()] if run.options else []
         notes = {
             "not finished": not run.record["finished"],
-            f"{run.record['steps']:,} steps, the longest run {longest:,}": run.record["steps"] != longest,
+            f"{plural(run.record['steps'], 'step')}, the longest run {longest:,}": run.record["steps"] != longest,
             f"options unknown, there is no {CONFIG}": not run.options,
             "repeats a seed": repeat > 0,
         }
