@@ -14,6 +14,9 @@ from lightning_mhla.system.listing import shown, visible_folders, without_contro
 log = logging.getLogger(__name__)
 
 
+CLASSES = "classes.txt"
+"""Ending of the file name ``PREFIX-classes.txt``. The file lists the classes of the shards ``PREFIX-*.tar``, one per line."""
+
 MOST_CLASSES = 1 << 24
 """Maximum number of classes of a data set."""
 
@@ -91,8 +94,8 @@ def data_set_classes(folder: Path, prefix: str) -> list[str] | None:
     Raises:
         ValueError: if several such lists exist and differ.
     """
-    lists = {file: read_classes(file) for file in sorted(folder.glob("*-classes.txt"))}
-    lists.pop(folder / f"{prefix}-classes.txt", None)
+    lists = {file: read_classes(file) for file in sorted(folder.glob(f"*-{CLASSES}"))}
+    lists.pop(folder / f"{prefix}-{CLASSES}", None)
     files = list(lists)
     for file in files[1:]:
         if lists[file] != lists[files[0]]:

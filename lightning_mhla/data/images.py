@@ -15,7 +15,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.data.classes import folder_classes, match_classes, read_classes
+from lightning_mhla.data.classes import CLASSES, folder_classes, match_classes, read_classes
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.origins import Origin
 from lightning_mhla.data.shards import ShardReader, beside_shard
@@ -37,9 +37,6 @@ BACKGROUND = "white"
 
 ORIENTATION = 0x0112
 """EXIF tag of the orientation, whose values 5 to 8 swap height and width."""
-
-CLASSES = "classes.txt"
-"""Ending of the file name ``PREFIX-classes.txt``. The file lists the classes of the shards ``PREFIX-*.tar``, one per line."""
 
 Transform = Callable[[Image.Image], Tensor]
 

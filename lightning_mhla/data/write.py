@@ -23,10 +23,11 @@ import webdataset as wds
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
+from lightning_mhla.data.classes import CLASSES, read_classes, write_classes
 from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 from lightning_mhla.system.files import UNFINISHED, beside
-from lightning_mhla.system.listing import shown
+from lightning_mhla.system.listing import shown, without_controls
 from lightning_mhla.system.ranges import check_range
 
 log = logging.getLogger(__name__)
@@ -78,14 +79,15 @@ class Preparation:
         max_skipped: maximum number of broken samples that this process skips.
         force: whether to delete existing shards with the same prefix first.
         share: rank of this process and number of processes.
+        classes: class names in the order of the labels, which are written to ``PREFIX-classes.txt``; None if they are unknown.
 
     Attributes:
         order: for each sample, the index of its origin in ``origins``; None if the origin no longer exists.
         skipped: counter of broken samples.
 
     Raises:
-        ValueError: on entry if the options or origins of existing shards have changed, and on exit if a source file has
-            changed.
+        ValueError: on entry if the options, origins or classes of existing shards have changed, and on exit if a source file
+            has changed.
     """
 
     def __init__(
@@ -98,12 +100,14 @@ class Preparation:
         max_skipped: int = 0,
         force: bool = False,
         share: tuple[int, int] = (0, 1),
+        classes: Sequence[str] | None = None,
     ) -> None:
         if per_shard is not None:
             check_per_shard(per_shard)  # here as well, because force deletes the existing shards before any are written
         self.shards, self.options, self.origins, self.per_shard = ShardSet(folder, prefix), options, origins, per_shard
         check_range(least=0, max_skipped=max_skipped)
         self.skipped, self.force, self.share = Skipped(max_skipped), force, share
+        self.classes = classes
         self.order: list[int | None] = []
         self._locks = ExitStack()
 
@@ -121,6 +125,8 @@ class Preparation:
             # The first process of a call to get this lock records the origins; the others compare theirs with the record.
             with locked(folder / f".{prefix}.begin.lock", shared=False) if world > 1 else nullcontext():
                 self.order = resume_order(self.shards, self.options, self.origins, self.per_shard)
+                if self.classes is not None:
+                    self._list_classes(self.classes)
             self._locks = locks.pop_all()
         return self
 
@@ -128,6 +134,24 @@ class Preparation:
         with self._locks:
             if kind is None and self.share[0] == 0:
                 check_still_the_same(self.shards, self.origins, self.per_shard)
+            # Later calls for other prefixes would take the labels of the list.
+            if kind is not None and self.classes is not None and self.share[1] == 1 and not self.shards.finished():
+                self._class_list.unlink(missing_ok=True)
+
+    @property
+    def _class_list(self) -> Path:
+        return self.shards.folder / f"{self.shards.prefix}-{CLASSES}"
+
+    def _list_classes(self, names: Sequence[str]) -> None:
+        """Write the list of classes, unless existing shards have the labels of a different list."""
+        file = self._class_list
+        recorded_names = read_classes(file) if self.shards.finished() else None
+        if recorded_names not in (None, list(map(without_controls, names))):
+            raise ValueError(
+                f"{file.with_name(self.shards.prefix)}-*.tar have the labels of {file.name}, which lists other classes, or "
+                "another order, than this command; --force makes them again, or choose another folder or --prefix"
+            )
+        write_classes(file, names)
 
     def fill(
         self,
@@ -198,6 +222,7 @@ def write_shards(
     made_with: Mapping[str, Any] | None = None,
     origins: Sequence[Origin] | None = None,
     force: bool = False,
+    classes: Sequence[str] | None = None,
 ) -> list[Path]:
     """Write items as samples of the shards ``folder/prefix-0000.tar``, ``folder/prefix-0001.tar`` and so on, in order.
 
@@ -215,14 +240,15 @@ def write_shards(
         made_with: options that the samples depend on; None if there are none. A later call with different options is an error.
         origins: files and other inputs of each item; None if ``repr(item)`` describes an item completely.
         force: whether to delete existing shards with the same prefix first.
+        classes: class names in the order of the labels, which are written to ``PREFIX-classes.txt``; None to write no list.
 
     Returns:
         Paths of all shards.
 
     Raises:
         BrokenSampleError: if more than ``max_skipped`` items are broken, or all of them are.
-        ValueError: if the folder contains shards with this prefix that were made from different items or with different
-            options.
+        ValueError: if the folder contains shards with this prefix that were made from different items, with different options
+            or with different classes.
     """
     if origins is None:
         origins = [Origin(f"item {number}", note=repr(item)) for number, item in enumerate(items)]
@@ -235,7 +261,7 @@ def write_shards(
             return error
 
     with (
-        Preparation(folder, prefix, options, origins, per_shard, max_skipped, force) as call,
+        Preparation(folder, prefix, options, origins, per_shard, max_skipped, force, classes=classes) as call,
         ThreadPoolExecutor() as pool,
     ):
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_mhla.data import classes, images, write_shards
+from lightning_mhla.data import BrokenSampleError, classes, images, write_shards
 from lightning_mhla.data.classes import (
     check_count,
     data_set_classes,
@@ -96,6 +96,31 @@ def test_the_list_of_a_different_prefix_is_found(tmp_path: Path) -> None:
     write_classes(tmp_path / "train-classes.txt", ["ant"])
     with pytest.raises(ValueError, match=r"extra-classes\.txt and .*train-classes\.txt do not list the same classes"):
         data_set_classes(tmp_path, "val")
+
+
+def test_shards_keep_the_labels_of_their_list(tmp_path: Path) -> None:
+    def write(names: list[str], force: bool = False) -> None:
+        write_shards(range(2), lambda number: {"cls": number}, tmp_path, "train", 2, force=force, classes=names)
+
+    write(["bee", "cat"])
+    write(["bee", "cat"])
+    for names in (["cat", "bee"], ["bee", "cat", "dog"]):
+        with pytest.raises(
+            ValueError, match=r"train-\*\.tar have the labels of train-classes\.txt, which lists other classes"
+        ):
+            write(names)
+    assert read_classes(tmp_path / "train-classes.txt") == ["bee", "cat"]
+    write(["cat", "bee"], force=True)
+    assert read_classes(tmp_path / "train-classes.txt") == ["cat", "bee"]
+
+
+def test_a_call_that_fails_at_once_leaves_no_list(tmp_path: Path) -> None:
+    def fails(number: int) -> dict[str, int]:
+        raise BrokenSampleError("broken")
+
+    with pytest.raises(BrokenSampleError, match="more than --max_skipped 0"):
+        write_shards(range(2), fails, tmp_path, "train", 2, classes=["bee", "cat"])
+    assert data_set_classes(tmp_path, "val") is None
 
 
 def test_classes_are_matched_by_name(caplog: pytest.LogCaptureFixture) -> None:

@@ -206,6 +206,19 @@ def test_shards_are_not_written_into_their_source(kind: str, world: Path, tmp_pa
     assert not (source / "shards").exists()
 
 
+@pytest.mark.parametrize("kind", ["images", "latents"])
+def test_a_second_call_does_not_rename_the_labels(kind: str, world: Path, tmp_path: Path) -> None:
+    words = command(kind, world, world / SOURCES[kind], tmp_path)
+    registry.run(f"prepare {kind}", words)
+    registry.run(f"prepare {kind}", words)
+    (tmp_path / "val-classes.txt").write_text("dog\ncat\n")  # the labels of other prefixes are taken over
+    with pytest.raises(
+        SystemExit, match=r"have the labels of train-classes\.txt, which lists other classes, or another order"
+    ):
+        registry.run(f"prepare {kind}", words)
+    assert (tmp_path / "train-classes.txt").read_text() == "cat\ndog\n"
+
+
 def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     words = command("latents", world, world / SOURCES["latents"], tmp_path / "train")
     registry.run("prepare latents", words)

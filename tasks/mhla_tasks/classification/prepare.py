@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from lightning_mhla.data import ShardReader, write_shards
-from lightning_mhla.data.classes import data_set_classes, read_classes, write_classes
-from lightning_mhla.data.images import CLASSES, LabelledFolder, decode_image
+from lightning_mhla.data.classes import data_set_classes, read_classes
+from lightning_mhla.data.images import LabelledFolder, decode_image
 from lightning_mhla.data.pack import Packing
 from lightning_mhla.data.write import check_outside
 from lightning_mhla.system.listing import shown
@@ -49,9 +49,8 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
     origins = folder.origins()
     paths = write_shards(
         [folder.labelled[i] for i in order], encode, packing.target, packing.prefix, packing.per_shard,
-        packing.max_skipped, {"seed": packing.seed}, [origins[i] for i in order], packing.force,
+        packing.max_skipped, {"seed": packing.seed}, [origins[i] for i in order], packing.force, folder.classes,
     )  # fmt: skip
-    write_classes(packing.target / f"{packing.prefix}-{CLASSES}", folder.classes)
     return paths, len(folder) - len(ShardReader(paths))
 
 

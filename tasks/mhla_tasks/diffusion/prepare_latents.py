@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from lightning_mhla.data import SampleSource, ShardReader, find_shards
-from lightning_mhla.data.classes import data_set_classes, write_classes
-from lightning_mhla.data.images import CLASSES, LabelledFolder, ShardImages, shard_classes
+from lightning_mhla.data.classes import data_set_classes
+from lightning_mhla.data.images import LabelledFolder, ShardImages, shard_classes
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.shards import holds_shards
 from lightning_mhla.data.write import Preparation, array_bytes, check_outside, grouped, readable
@@ -92,11 +92,10 @@ def encode_images(
         MODEL_FILES: model_digest(vae.path, ["vae"]),
     }
     with Preparation(
-        target, prefix, options, source.origins, per_shard if source.per_sample else None, max_skipped, force, share
-    ) as call:
+        target, prefix, options, source.origins, per_shard if source.per_sample else None, max_skipped, force, share,
+        source.classes,
+    ) as call:  # fmt: skip
         order = call.order if source.per_sample else range(len(source.samples))
-        if source.classes is not None and share[0] == 0:
-            write_classes(target / f"{prefix}-{CLASSES}", source.classes)
 
         def encoded(shard_range: range) -> Iterator[dict[str, Any]]:
             for batch in grouped(readable(source.samples, order, shard_range, call.skipped), batch_size):
