@@ -204,6 +204,35 @@ def test_missing_data_is_an_error_only_where_the_runs_train(tmp_path: Path, monk
     )
 
 
+OWN_CLASSES = """
+import torch
+from mhla_tasks.classification import Digits, ImageClassifier
+
+class Classifier(ImageClassifier):
+    def __init__(self, rate: float = 0.5, **options):
+        super().__init__(**options)
+        if max(value.item() for value in torch.linspace(0, rate, 3)) > 1:
+            raise ValueError(f"rate={rate} must be at most 1")
+
+class Shuffled(Digits):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.order = torch.randperm(4).tolist()
+"""
+
+
+def test_constructors_that_read_tensors_are_checked_with_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_classes.py").write_text(OWN_CLASSES)
+    words = ["--allow=own_classes", f"--config={config(tmp_path)}", "--model=own_classes.Classifier"]
+    right = [CheckedRun("a", [*words, "--data=own_classes.Shuffled"]), CheckedRun("b", [*words, "--model.rate=1"])]
+    wrong = [right[0], CheckedRun("b", [*words, "--model.rate=2"])]
+    problems = problems_in_fork([right, wrong], here=True)
+    assert problems == [None, "b: rate=2.0 must be at most 1"]
+
+
 def test_locations_of_data_are_read_as_the_data_module_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

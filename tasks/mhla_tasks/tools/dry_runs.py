@@ -2,8 +2,8 @@
 
 A wrong value of a later run would otherwise be noticed only when the earlier runs have been trained. For each run, the options
 are read and merged as in ``lightning fit``. Then the callbacks, the data module and the model are built, the model without
-memory for its weights. The Trainer is also built, unless the run is submitted to another machine. No run folder is created, no
-weights are read, and only what the constructors need is downloaded.
+memory for its weights unless a constructor reads the values of a tensor. The Trainer is also built, unless the run is submitted
+to another machine. No run folder is created, no weights are read, and only what the constructors need is downloaded.
 
 The check runs in a separate process (``python -m mhla_tasks.tools.dry_runs``), because it imports the modules that ``--allow``
 names, and sets the random seed of each run. Its input and its output are JSON.
@@ -55,7 +55,13 @@ class DryCLI(SuiteCLI):
 
     @override
     def instantiate_classes(self) -> None:
-        with torch.device("meta"):  # the weights of a large model would take minutes and memory
+        try:
+            with torch.device("meta"):  # the weights of a large model would take minutes and memory
+                self.config_init = self.parser.instantiate_classes(self.config)
+        except Exception as error:
+            if not any("meta" in str(link).lower() for link in chain(error)):
+                raise
+            # A constructor may read the values of a tensor, which has none on this device.
             self.config_init = self.parser.instantiate_classes(self.config)
 
 
