@@ -139,15 +139,15 @@ def _processor() -> str:
 
 
 def skipped_parts(
-    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int = 0
+    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int | None = None
 ) -> list[str]:
     """Return one sentence for each part that is missing from the report of a run, with the reason.
 
     Args:
         trainer: trainer of the run, at its end.
         points: (step, value) pairs of the validation metrics, by name.
-        validated_step: optimizer step of the last validation in this process, which may have logged no metrics; 0 if there was
-            none.
+        validated_step: optimizer step of the last validation in this process, which may have logged no metrics; None if there
+            was none.
     """
     parts = _skipped_validation(trainer, points, validated_step)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
@@ -157,15 +157,15 @@ def skipped_parts(
 
 
 def _skipped_validation(
-    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int
+    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int | None
 ) -> list[str]:
     if not trainer.enable_validation:
         reason = "limit_val_batches is 0" if trainer.limit_val_batches == 0 else "the data has no validation set"
         return [f"No validation: {reason}."]
-    last = max((values[-1][0] for values in points.values() if values), default=validated_step)
+    last = max((values[-1][0] for values in points.values() if values), default=validated_step or 0)
     step = trainer.global_step
     if last == step:
-        return [] if points else ["The validation logged no metrics."]
+        return ["The validation logged no metrics."] if validated_step is not None and not points else []
     reason = _validation_period(trainer)
     if not last:
         return [f"No validation: {reason}."]

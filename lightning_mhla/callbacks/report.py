@@ -51,7 +51,7 @@ class RunReport(Callback):
         self.points = MetricPoints()
         self._before = 0.0
         self._start: float | None = None  # None while no fit is running
-        self._validated_step = 0  # optimizer step of the last validation of this fit
+        self._validated_step: int | None = None  # optimizer step of the last validation of this fit
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
         self._folder: Path | None = None
@@ -68,7 +68,7 @@ class RunReport(Callback):
             callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
             shared = [callback.points for callback in callbacks if isinstance(callback, LearningCurves)]
             self.points, self._before = shared[0] if shared else MetricPoints(), 0.0
-            self._restored, self._pretrained, self._validated_step = False, None, 0
+            self._restored, self._pretrained, self._validated_step = False, None, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring the training time, and set the folder of the run. Every process must call this method."""

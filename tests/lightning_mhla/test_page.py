@@ -414,8 +414,9 @@ def test_a_run_that_has_nothing_yet_has_a_page(tmp_path: Path) -> None:
         ({"max_epochs": 1, "limit_val_batches": 0}, ["No validation: limit_val_batches is 0."]),
         ({"max_steps": 5}, ["The last 1 step had no validation: the run ended inside an epoch"]),
         ({"max_steps": 1}, ["No validation: the run ended inside an epoch"]),
+        ({"max_steps": 0}, []),
     ],
-    ids=["complete", "period above the epochs", "last epoch", "last step", "no batches", "inside an epoch", "first step"],
+    ids=["complete", "period above the epochs", "last epoch", "last step", "no batches", "inside an epoch", "first step", "no step"],
 )  # fmt: skip
 def test_a_run_says_what_it_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, Any], reasons: list[str]
