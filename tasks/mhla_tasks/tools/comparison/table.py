@@ -102,15 +102,18 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
     """
     runs = [run for group in groups for run in group.runs]
     keys = [key for key in differences(runs) if key != SEED]
-    filled: list[tuple[Column, list[Cell]]] = [
-        (Column(name, "option", key=key), [Cell(option_text(group.first.options.get(key))) for group in groups])
-        for key, name in short_names(keys).items()
-    ]
+    recorded, monitored = all_metrics(groups), {run.record["best"].get("metric") for run in runs}
+    filled: list[tuple[Column, list[Cell]]] = []
+    for key, short in short_names(keys).items():
+        name = (
+            key if short in (*recorded, *FIGURES) else short
+        )  # such as the option sampling.steps beside the column steps
+        cells = [Cell(option_text(group.first.options.get(key))) for group in groups]
+        filled.append((Column(name, "option", key=key), cells))
     identities = {(*(cells[row].text for _, cells in filled), *group.notes) for row, group in enumerate(groups)}
     filled.insert(0, (Column("run", "run"), [Cell(group.name) for group in groups]))
     if any(len(group.runs) > 1 for group in groups):
         filled.append((Column("runs", "number"), [Cell(str(len(group.runs)), len(group.runs)) for group in groups]))
-    recorded, monitored = all_metrics(groups), {run.record["best"].get("metric") for run in runs}
     best = {_distinct(f"{BEST}{name}", recorded): name for name in recorded if name in monitored}
     figures = {_distinct(name, recorded): cell for name, cell in FIGURES.items()}
     if columns is None:
