@@ -232,6 +232,8 @@ def labelled_images(
 ) -> LabelledImages:
     """Create the data set of labeled images for a stage, from shards or from a folder with one subfolder per class.
 
+    The images of a folder have a random order, always the same, in validation and tests.
+
     Args:
         sets: locations of the training and validation data.
         stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -246,7 +248,11 @@ def labelled_images(
     """
     folder = sets.class_folder(stage)
     if folder is not None:
-        return LabelledFolder(folder, transform, classes)
+        images = LabelledFolder(folder, transform, classes)
+        if stage != "train":  # mixed, so that a few batches (limit_val_batches) are not those of the first class only
+            order = np.random.default_rng(0).permutation(len(images))
+            images.labelled = [images.labelled[index] for index in order]
+        return images
     labels = shard_labels(sets, stage, classes)
     return ShardImages(sets.reader(stage), transform, num_classes, labels)
 

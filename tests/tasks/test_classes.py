@@ -64,6 +64,17 @@ def labels(data: Any, stage: str) -> list[int]:
     return [source[index]["label"] for index in range(len(source))]
 
 
+def test_a_few_validation_batches_have_images_of_all_classes(tmp_path: Path) -> None:
+    save(tmp_path, {"ant": 8, "cat": 8})
+    data = ImageNetShards(str(tmp_path), str(tmp_path), batch_size=4, num_workers=0, image_size=8)
+    for loader in (data.val_dataloader(), data.test_dataloader()):
+        batches = list(loader)
+        assert set(batches[0]["label"].tolist()) == {0, 1}
+        read = {name: torch.cat([batch[name] for batch in batches]) for name in ("label", "image")}
+        assert sorted(read["label"].tolist()) == [0] * 8 + [1] * 8
+        assert torch.equal(read["image"].mean((2, 3)).argmax(1), 2 * read["label"]), "ants are red, cats are blue"
+
+
 def test_a_validation_folder_without_a_class_keeps_the_labels(world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["validate", f"--run_dir={world / 'run'}"])
     table = capsys.readouterr().out
