@@ -65,6 +65,7 @@ from lightning_mhla.system.files import write_whole
 ROOT = Path(__file__).parents[1]
 Work = Callable[[], float]
 """Function that does a fixed amount of work once, and returns its duration in seconds."""
+BATCH_TOKENS, PATCHES = 4096, 16
 CONTEXT, STEPS, IMAGES = 8192, 64, 1500
 FITS = {
     "classification/mnist": (186, ["--trainer.max_epochs", "3"]),
@@ -127,7 +128,7 @@ def text(tokens: int, attends: bool = True) -> tuple[Work, Work]:
     Returns:
         Functions for a model of this package with exponential mixing, and for transformers' Llama.
     """
-    batch = torch.randint(SIZE["vocab_size"], (4096 // tokens, tokens))
+    batch = torch.randint(SIZE["vocab_size"], (BATCH_TOKENS // tokens, tokens))
 
     def steps(model: nn.Module) -> Work:
         optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
@@ -153,7 +154,7 @@ def vision(part: str) -> tuple[Work, Work]:
     Returns:
         Functions for MHLA and for softmax attention.
     """
-    functions = layers.calls(16)
+    functions = layers.calls(PATCHES)
 
     def ten(kind: str) -> Work:
         return timed(lambda: [functions[kind, part]() for _ in range(10)])

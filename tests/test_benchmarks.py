@@ -24,6 +24,7 @@ from benchmarks import (
     architectures,
     attention,
     everyday,
+    full_size,
     generation,
     layers,
     linearize,
@@ -158,9 +159,9 @@ def test_the_products_are_those_of_the_operator(causal: bool) -> None:
 
 
 def test_everyday_work_is_measured_in_turn_with_its_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(everyday, "CONTEXT", 256)
-    monkeypatch.setattr(everyday, "STEPS", 2)
-    monkeypatch.setattr(everyday, "IMAGES", 100)
+    small = {"BATCH_TOKENS": 512, "PATCHES": 4, "CONTEXT": 64, "STEPS": 1, "IMAGES": 50}
+    for name, value in small.items():
+        monkeypatch.setattr(everyday, name, value)
     options = [
         "--only",
         "vision",
@@ -242,7 +243,7 @@ def test_everyday_work_in_the_documentation_is_measured() -> None:
         expected.append([*(f"{median(side):.2f}" for side in zip(*row["seconds"], strict=True)), ratio])
     assert [row[2:] for row in cells] == expected
     assert "64 tokens after 8,192" in cells[6][0]
-    assert everyday.STEPS == 64
+    assert (everyday.BATCH_TOKENS, everyday.PATCHES, everyday.IMAGES, everyday.STEPS) == (4096, 16, 1500, 64)
 
 
 def test_shares_of_the_roofline_in_the_documentation_are_measured() -> None:
@@ -322,16 +323,21 @@ def test_architectures_are_measured_by_kind_and_size(
 ) -> None:
     """On the smallest images that all blocks fit; operations grow with the pixels, softmax's faster."""
     monkeypatch.setattr(architectures, "PIXELS", {"VLT": (64, 128), "DiG": (64, 128)})
+    growth = {
+        kind: architectures.count("VLT-T", kind, 128)["gmacs"] / architectures.count("VLT-T", kind, 64)["gmacs"] / 4
+        for kind in architectures.KINDS["VLT"]
+    }
+    for kind in ("linear", "rala", "mala", "mhla"):
+        assert growth[kind] < 1.02 < growth["softmax"], growth
+    monkeypatch.setattr(architectures, "KINDS", {"VLT": ("mhla",), "DiG": ("gla",)})
     options = ["--device", "cpu", "--models", "VLT-T", "DiG-S/2", "--seconds", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["architectures", *options])
     architectures.main()
     rows = json.loads((tmp_path / "architectures-cpu.json").read_text())["rows"]
-    found = {(row["model"], row["kind"], row["pixels"]): row for row in rows}
-    assert len(found) == 2 * 5 + 2 * 4
+    assert [(row["model"], row["kind"], row["pixels"]) for row in rows] == [
+        ("VLT-T", "mhla", 64), ("VLT-T", "mhla", 128), ("DiG-S/2", "gla", 64), ("DiG-S/2", "gla", 128),
+    ]  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in rows)
-    growth = {key[:2]: found[*key[:2], 128]["gmacs"] / row["gmacs"] / 4 for key, row in found.items() if key[2] == 64}
-    for kind in ("linear", "rala", "mala", "mhla"):
-        assert growth["VLT-T", kind] < 1.02 < growth["VLT-T", "softmax"], growth
     assert "operations over pixels" in capsys.readouterr().out
     monkeypatch.setattr(sys, "argv", ["architectures", "--count", "--models", "DiG-B/2", "--pixels", "256"])
     architectures.main()
@@ -346,13 +352,9 @@ def test_what_wan_takes_is_counted(
 ) -> None:
     """Operations as by hand; the tracker's peak holds at least weights, gradients and the optimizer's state."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    latent, layers = ["16", "6", "20", "20"], 3
-    monkeypatch.setattr(sys, "argv", ["wan", "--layers", str(layers), "--latent", *latent, "--out", str(tmp_path)])
-    wan.main()
-    rows = {row["variant"]: row for row in json.loads((tmp_path / "wan-1.3b-meta.json").read_text())["rows"]}
+    latent, layers = (16, 6, 20, 20), 3
+    rows = {name: full_size.count(wan.case(layers, latent), kinds) for name, kinds in wan.VARIANTS.items()}
     tokens, blocks = 6 * 10 * 10, 150
-    for row in rows.values():
-        assert row["peak_bytes"] > 16 * row["parameters"]
     gate, summaries = 2 * tokens * 1536**2, 2 * 12 * tokens * 2 * 128**2
     softmax = 2 * 2 * 1536 * tokens**2
     mixed = 2 * 12 * 128**2
@@ -361,20 +363,25 @@ def test_what_wan_takes_is_counted(
     more = rows["mhla"]["forward_flops"] - rows["linear"]["forward_flops"]
     assert 0 < more <= layers * (blocks**2 - 1) * mixed, "at most the mixing; less where pairs of tokens cost less"
     assert rows["mhla"]["parameters"] - rows["linear"]["parameters"] == layers * blocks**2
-    assert "| `mhla in 2 of 3 layers` |" in capsys.readouterr().out
+
+    hybrid = "mhla in 2 of 3 layers"
+    monkeypatch.setattr(wan, "VARIANTS", {hybrid: wan.VARIANTS[hybrid]})
+    options = ["--layers", str(layers), "--latent", *map(str, latent), "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["wan", *options])
+    wan.main()
+    assert f"| `{hybrid}` |" in capsys.readouterr().out
+    (row,) = json.loads((tmp_path / "wan-1.3b-meta.json").read_text())["rows"]
+    assert row["forward_flops"] == rows[hybrid]["forward_flops"]
+    assert row["peak_bytes"] > 16 * row["parameters"]
 
 
 def test_what_sana_takes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Softmax grows with the square of the tokens, all others with their number."""
+    """Softmax grows with the square of the tokens, all others with their number. Memory is tracked for one variant."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    arguments = ["--size", "0.6B", "--pixels", "512", "1024", "--layers", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["sana", *arguments])
-    sana.main()
-    flops: dict[str, list[int]] = {}
-    for pixels in (512, 1024):
-        for row in json.loads((tmp_path / f"sana-0.6b-{pixels}-meta.json").read_text())["rows"]:
-            assert row["peak_bytes"] > 16 * row["parameters"]
-            flops.setdefault(row["variant"], []).append(row["forward_flops"])
+    flops = {
+        variant: [full_size.count(sana.case("0.6B", pixels, 2), kinds)["forward_flops"] for pixels in (512, 1024)]
+        for variant, kinds in sana.VARIANTS.items()
+    }
     text = 2 * 300 * (2304 * 1152 + 1152 * 1152 + 2 * 2 * 1152 * 1152)  # caption and its keys and values: once an image
     for kind in ("SANA's own", "linear"):
         small, large = flops[kind]
@@ -383,6 +390,14 @@ def test_what_sana_takes_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     summaries = [2 * 36 * tokens * 2 * 32 * 33 for tokens in (256, 1024)]
     for tokens, square, own in zip((256, 1024), squares, summaries, strict=True):
         assert square == pytest.approx(2 * (2 * 2 * 1152 * tokens**2 - own), rel=0.15)
+
+    monkeypatch.setattr(sana, "VARIANTS", {"mhla": sana.VARIANTS["mhla"]})
+    arguments = ["--size", "0.6B", "--pixels", "512", "--layers", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["sana", *arguments])
+    sana.main()
+    (row,) = json.loads((tmp_path / "sana-0.6b-512-meta.json").read_text())["rows"]
+    assert row["forward_flops"] == flops["mhla"][0]
+    assert row["peak_bytes"] > 16 * row["parameters"]
 
 
 @pytest.mark.parametrize("name", linearize.STEPS)

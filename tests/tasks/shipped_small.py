@@ -198,7 +198,7 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
     for callback in trainer["callbacks"]:
         options = callback.setdefault("init_args", {})
         if callback["class_path"].endswith("GenerationMetrics"):
-            options |= {"samples": 6, "batch_size": 4, "every_n_steps": 3}
+            options |= {"samples": 6, "batch_size": 50, "every_n_steps": 3}
             if data.get("train"):
                 options |= {
                     "reference": f"{world}/images/val",
