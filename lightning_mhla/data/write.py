@@ -172,6 +172,9 @@ class Preparation:
 
         Returns:
             Paths of all shards, including those of other processes.
+
+        Raises:
+            BrokenSampleError: if all samples are broken, unless several processes share them.
         """
         rank, world = self.share
         shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
@@ -182,6 +185,11 @@ class Preparation:
             sum(len(numbers) for _, numbers in own_shards),
             quiet=rank > 0,
         )
+        # An order of shards, and not of samples, has no missing ones.
+        existing = count if self.per_shard is None else count - self.order.count(None)
+        if world == 1 and self.skipped.count == existing > 0:
+            self.shards.delete()
+            raise BrokenSampleError(f"none of the {existing} samples can be used; see the warnings above")
         return [path for path, _ in shards]
 
 
@@ -276,11 +284,7 @@ def write_shards(
                     elif members is not None:
                         yield {"__key__": sample_key(number), **members}
 
-        paths = call.fill(len(call.order), per_shard, samples, f"writing {prefix} shards", digits=4)
-        if items and call.skipped.count == len(items):
-            call.shards.delete()
-            raise BrokenSampleError(f"none of the {len(items)} samples can be used; see the warnings above")
-    return paths
+        return call.fill(len(call.order), per_shard, samples, f"writing {prefix} shards", digits=4)
 
 
 def check_per_shard(per_shard: int) -> None:

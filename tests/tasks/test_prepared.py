@@ -206,6 +206,22 @@ def test_shards_are_not_written_into_their_source(kind: str, world: Path, tmp_pa
     assert not (source / "shards").exists()
 
 
+@pytest.mark.parametrize("kind", ["images", "captions", "latents"])
+def test_samples_that_are_all_broken_are_an_error(kind: str, world: Path, tmp_path: Path) -> None:
+    source = source_of(kind, world, tmp_path)
+    for image in source.rglob("*.png"):
+        image.write_bytes(b"not an image")
+    with pytest.raises(SystemExit, match=r"none of the \d+ samples can be used"):
+        registry.run(f"prepare {kind}", command(kind, world, source, tmp_path / "out"))
+    assert not [*(tmp_path / "out").glob("*.tar"), *(tmp_path / "out").glob("*-classes.txt")]
+
+
+def test_shards_without_a_sample_are_an_error(world: Path, tmp_path: Path) -> None:
+    tarfile.open(tmp_path / "train-0000.tar", "w").close()
+    with pytest.raises(SystemExit, match="the source has no images, so there is nothing to encode"):
+        registry.run("prepare latents", command("latents", world, tmp_path / "train-0000.tar", tmp_path / "out"))
+
+
 @pytest.mark.parametrize("kind", ["images", "latents"])
 def test_a_second_call_does_not_rename_the_labels(kind: str, world: Path, tmp_path: Path) -> None:
     words = command(kind, world, world / SOURCES[kind], tmp_path)

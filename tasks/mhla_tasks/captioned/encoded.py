@@ -280,10 +280,12 @@ def encode_samples(
         Paths of the shards of all processes, and the number of samples that this process skipped.
 
     Raises:
-        ValueError: if the folder holds shards that were written with different options, or from source files that have changed
-            since.
-        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded.
+        ValueError: if there are no samples, or the folder holds shards that were written with different options, or from
+            source files that have changed since.
+        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded, or all of them.
     """
+    if not len(source.samples):
+        raise ValueError("the source has no samples, so there is nothing to encode")
     made_with = {"per_shard": per_shard, **options, MODEL_FILES: model_digest(options["model"], ENCODERS)}
     with Preparation(
         target, prefix, made_with, source.origins, per_shard if source.per_sample else None, max_skipped, force, share

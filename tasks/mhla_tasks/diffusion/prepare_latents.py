@@ -79,11 +79,13 @@ def encode_images(
         Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if a number is below 1, or the folder holds shards that were written with different options, or from images
-            that have changed since.
-        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded.
+        ValueError: if there are no images, a number is below 1, or the folder holds shards that were written with different
+            options, or from images that have changed since.
+        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded, or all of them.
     """
     check_range(least=1, batch_size=batch_size, image_size=image_size)
+    if not len(source.samples):
+        raise ValueError("the source has no images, so there is nothing to encode")
     options = {
         "per_shard": per_shard,
         "image_size": image_size,
