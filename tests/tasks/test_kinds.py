@@ -57,8 +57,8 @@ def runs(domain: str, start: list[str], tmp_path_factory: pytest.TempPathFactory
     options = ["--config", str(ROOT / f"configs/{domain}.yaml"), *SMALL[domain], *SHORT, *start]
     if domain == "language/stdlib":
         options.append(f"--data.cache_dir={cache_dir}")
-    if domain == "diffusion/digits":
-        options.append("--trainer.callbacks=[]")  # FID of digits has a test of its own
+    if domain.startswith(("diffusion", "text_to_image", "video")):
+        options.append("--trainer.callbacks=[]")  # samples and their scores have tests of their own
     calls = [["fit", *options, f"--model.attention.kind={kind}", f"--run_dir={kind}"] for kind in NEW]
     for status, said in run_in_turn(*calls, folder=folder):
         assert status == 0, said[-4000:]
