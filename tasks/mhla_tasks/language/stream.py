@@ -246,6 +246,7 @@ class StreamLoader:
         self.workers, self.trainer = min(num_workers, 1), trainer
         self.start = [RowPosition(row, 0) for row in range(batch_size)]
         self._iterator: Any = None
+        self._yielded = 0
         self._after: OrderedDict[int, list[list[int]]] = OrderedDict()
 
     def __len__(self) -> int:
@@ -263,15 +264,17 @@ class StreamLoader:
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
-        # One iterator serves all epochs, because the stream does not end with an epoch.
-        if self._iterator is None:
+        # One iterator serves all epochs, because the stream does not end with an epoch. A learning rate finder sets the number of
+        # trained batches back.
+        if self._iterator is None or (self.trainer is not None and trained != self._yielded):
             positions = list(self.start)
             for row, position in zip(self.rows, self._own_positions(trained), strict=True):
                 positions[row] = RowPosition(*position)
             self._iterator = iter(DataLoader(self.make(positions), batch_size=None, num_workers=self.workers))
         for number in range(trained, (trained // steps + 1) * steps):
             batch = next(self._iterator)
-            self._after[number + 1] = batch.pop("position").tolist()
+            self._yielded = number + 1
+            self._after[self._yielded] = batch.pop("position").tolist()
             if len(self._after) > KEPT:
                 self._after.popitem(last=False)
             yield batch

@@ -347,6 +347,38 @@ def test_streamed_runs_go_on_with_the_very_next_token(
             fit(10, tmp_path / "4.ckpt", make(**{option: 7}))
 
 
+def test_a_stream_goes_back_with_the_number_of_trained_batches(
+    sources: list[str], tokenizer: Any, tmp_path: Path
+) -> None:
+    """As after a learning rate finder, which trains and then restores the state before."""
+    from types import SimpleNamespace
+
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    data = HubText(
+        str(tmp_path / "tokenizer"), path="json", data_files=sources[1], batch_size=2, context=24, steps_per_epoch=4,
+        val_documents=3, num_workers=0,
+    )  # fmt: skip
+    total = SimpleNamespace(processed=0)
+    epoch_loop = SimpleNamespace(batch_progress=SimpleNamespace(total=total))
+    trainer: Any = SimpleNamespace(
+        fit_loop=SimpleNamespace(epoch_loop=epoch_loop), num_training_batches=4, distributed_sampler_kwargs=None
+    )
+    data.trainer = trainer
+    loader = data.train_dataloader()
+
+    def epoch() -> list[list[int]]:
+        seen = []
+        for batch in loader:
+            total.processed += 1
+            seen.append(batch["tokens"].flatten().tolist())
+        return seen
+
+    epochs = [epoch(), epoch()]
+    assert epochs[0] != epochs[1]
+    total.processed = 0
+    assert [epoch(), epoch()] == epochs
+
+
 def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     where = str(tmp_path / "tokenizer")
