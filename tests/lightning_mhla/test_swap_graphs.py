@@ -79,7 +79,7 @@ def wan() -> tuple[Any, Callable[[int], dict[str, Any]]]:
 
 
 def diffusion(name: str, **options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 2, "sample_size": 8}
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "in_channels": 4, "num_layers": 1, "sample_size": 8}
     model = randomised(getattr(diffusers, name)(**sizes, **options), GRID)
     captions = {"encoder_hidden_states": torch.randn(2, 5, 16)} if "caption_channels" in options else {}
     if name.startswith("DiT"):
@@ -102,12 +102,13 @@ def pixart() -> tuple[Any, Callable[[int], dict[str, Any]]]:
 
 
 def vit(name: str, attention: AttentionConfig = GRID, **options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
-    model = timm.create_model(name, img_size=64, patch_size=16, depth=2, dynamic_img_size=True, **options)
+    model = timm.create_model(name, img_size=64, patch_size=16, depth=1, dynamic_img_size=True, **options)
     return randomised(model, attention), lambda i: {"x": torch.randn(2, 3, 64, (64, 96, 80, 112)[i])}
 
 
 def hf_image(name: str, **options: Any) -> tuple[Any, Callable[[int], dict[str, Any]]]:
     widths = {key: value for key, value in WIDTHS.items() if name != "Dinov2" or key != "intermediate_size"}
+    widths["num_hidden_layers"] = 1
     config = getattr(transformers, f"{name}Config")(
         image_size=32, patch_size=8, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0, **widths
     )
