@@ -264,8 +264,8 @@ class StreamLoader:
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
-        # One iterator serves all epochs, because the stream does not end with an epoch. A learning rate finder sets the number of
-        # trained batches back.
+        # One iterator serves all epochs, because the stream does not end with an epoch. A learning rate finder sets the number
+        # of trained batches back.
         if self._iterator is None or (self.trainer is not None and trained != self._yielded):
             positions = list(self.start)
             for row, position in zip(self.rows, self._own_positions(trained), strict=True):
