@@ -17,10 +17,10 @@ from lightning_mhla.training.compilation import CompileOptions, compile_layers
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "classification/digits": {"depth": 2},
-    "diffusion/digits": {"depth": 2},
+    "classification/digits": {"depth": 1},
+    "diffusion/digits": {"depth": 1},
     "video/digits_pretrain": {},
-    "language": {"depth": 2},
+    "language": {"depth": 1},
 }
 LINES = {
     "seed_everything": 0,
