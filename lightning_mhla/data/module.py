@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ class ShardSets:
     """
 
     def __init__(self, train: str | list[str], val: str | list[str], options: ShardOptions = ShardOptions()) -> None:
-        self.locations = {"train": train, "validate": val, "test": val}
+        self.locations = {"train": _location(train), "validate": _location(val), "test": _location(val)}
         self.cache = Path(options.cache_dir) if options.cache_dir else None
         folder = (self.cache or default_cache()) / "streamed"
         self._encoders: dict[str, Path] = {}
@@ -139,6 +139,12 @@ class ShardSets:
         self.reader(stage)  # reads the member tables, from which the cache learns the sizes
         streamed.check_window(paths, window)
         return lambda shards: FetchAhead(streamed, paths, shards)
+
+
+def _location(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str | list[str]:
+    """Return a location, or several, as strings. A list of one location is that location."""
+    names = [os.fspath(part) for part in ([where] if isinstance(where, str | os.PathLike) else where)]
+    return names[0] if len(names) == 1 else names
 
 
 TRAINED = "batches_trained"

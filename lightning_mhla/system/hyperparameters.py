@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import os
+from collections.abc import Sequence
 from dataclasses import asdict, is_dataclass
+from types import FrameType
 from typing import Any
 
 from lightning.pytorch.core.mixins.hparams_mixin import HyperparametersMixin
@@ -20,7 +24,16 @@ def keep_plain(module: Any) -> None:
     for saved in saved_hyperparameters(module):
         for key, value in saved.items():
             if is_dataclass(value) and not isinstance(value, type):
-                saved[key] = asdict(value)
+                saved[key] = _with_text_paths(asdict(value))
+
+
+def _with_text_paths(value: Any) -> Any:
+    """Replace paths in a value, also inside lists, tuples and dicts, with strings, which a checkpoint can hold."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value) in (list, tuple):
+        return type(value)(map(_with_text_paths, value))
+    return {key: _with_text_paths(part) for key, part in value.items()} if type(value) is dict else value
 
 
 def plain(options: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -52,6 +65,21 @@ class LoggedApart(HyperparametersMixin):
     """
 
     logged_as: str
+
+    def save_hyperparameters(
+        self,
+        *args: Any,
+        ignore: Sequence[str] | str | None = None,
+        frame: FrameType | None = None,
+        logger: bool = True,
+    ) -> None:
+        """Save the arguments of ``__init__`` as Lightning does, with paths as strings, so that checkpoints hold plain data."""
+        # The frame of __init__, in which Lightning looks for the arguments.
+        caller = inspect.currentframe()
+        frame = frame or (caller and caller.f_back)
+        super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
+        for saved in saved_hyperparameters(self):
+            saved.update({key: _with_text_paths(value) for key, value in saved.items()})
 
     @property
     def hparams_initial(self) -> Any:

@@ -18,6 +18,7 @@ from mhla_tasks.commandline.parser import main
 from mhla_tasks.diffusion.data import ImageShards as DiffusionImages
 from PIL import Image
 
+from lightning_mhla.data import ShardOptions
 from lightning_mhla.data.classes import read_classes
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,20 @@ def test_a_few_validation_batches_have_images_of_all_classes(tmp_path: Path) -> 
         read = {name: torch.cat([batch[name] for batch in batches]) for name in ("label", "image")}
         assert sorted(read["label"].tolist()) == [0] * 8 + [1] * 8
         assert torch.equal(read["image"].mean((2, 3)).argmax(1), 2 * read["label"]), "ants are red, cats are blue"
+
+
+def test_locations_may_be_paths_and_are_saved_as_text(tmp_path: Path) -> None:
+    save(tmp_path / "data", {"ant": 1, "cat": 2})
+    locations: list[Any] = [tmp_path / "data", [tmp_path / "data"], [str(tmp_path / "data")]]
+    for where in locations:
+        options: Any = {"cache_dir": tmp_path / "cache"}
+        data = ImageNetShards(where, where, image_size=8, shards=ShardOptions(**options))
+        assert labels(data, "train") == [0, 1, 1]
+        assert data.class_names == ["ant", "cat"]
+        torch.save({**data.hparams}, tmp_path / "hparams")
+        saved = torch.load(tmp_path / "hparams", weights_only=True)
+        assert saved["train"] in (str(tmp_path / "data"), [str(tmp_path / "data")])
+        assert saved["shards"]["cache_dir"] == str(tmp_path / "cache")
 
 
 def test_a_validation_folder_without_a_class_keeps_the_labels(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -350,7 +350,7 @@ def test_streamed_runs_go_on_with_the_very_next_token(
 def test_a_stream_goes_back_with_the_number_of_trained_batches(
     sources: list[str], tokenizer: Any, tmp_path: Path
 ) -> None:
-    """As after a learning rate finder, which trains and then restores the state before."""
+    """A learning rate finder trains and then restores the state before."""
     from types import SimpleNamespace
 
     tokenizer.save_pretrained(tmp_path / "tokenizer")
