@@ -16,6 +16,7 @@ from mhla_tasks.language import HubText, PythonSource, TokenShards, stdlib
 from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.dialogues import Document
 from mhla_tasks.language.documents import EncodedDocument, encode_document
+from mhla_tasks.language.hub import local_files
 from mhla_tasks.language.prepare import RunEncoder, write_token_shards
 from mhla_tasks.language.sources import ArrayRuns, TokenWindows
 from mhla_tasks.language.stdlib import stdlib_files
@@ -377,6 +378,15 @@ def test_a_stream_goes_back_with_the_number_of_trained_batches(
     assert epochs[0] != epochs[1]
     total.processed = 0
     assert [epoch(), epoch()] == epochs
+
+
+def test_a_pattern_matches_files_and_not_folders(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    paths = [tmp_path / "a.txt", tmp_path / "inner/b.txt"]
+    for path in paths:
+        path.write_text("text")
+    data_set = {"path": "text", "data_files": f"{tmp_path}/**"}
+    assert local_files(data_set) == [(str(path), "lines") for path in paths]
 
 
 def test_streams_refuse(sources: list[str], tokenizer: Any, tmp_path: Path) -> None:
