@@ -69,9 +69,11 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool) -> 
     mapped = x.to(dtype)
     if relu:
         mapped = rectify(mapped)
-    pairs = mapped.unflatten(-1, (-1, 2)) if interleaved else mapped.unflatten(-1, (2, -1)).transpose(-1, -2)
-    # pairs: [B, N, H, D / 2, 2]; the angles get an axis of length 1 for the heads.
-    a, b = pairs.unbind(-1)
+    # Every feature times the cosine, plus the other one of its pair times the signed sine. This takes a third of the time of
+    # computing the two features of a pair by themselves, which are strided views in both passes.
+    shape, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    partners = mapped.unflatten(-1, shape).roll(1, axis).flatten(-2)
+    # [N, 1, D] or [B, N, 1, D]: the angles get an axis of length 1 for the heads.
     cos, sin = (angle.detach().to(dtype).unsqueeze(-2) for angle in (cos, sin))
-    rotated = torch.stack([a * cos - b * sin, b * cos + a * sin], -1)
-    return (rotated if interleaved else rotated.transpose(-1, -2)).flatten(-2).to(x.dtype)
+    cos, sin = torch.stack([cos, cos], axis).flatten(-2), torch.stack([-sin, sin], axis).flatten(-2)
+    return torch.addcmul(mapped * cos, partners, sin).to(x.dtype)
