@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from lightning import Trainer
     from matplotlib.axes import Axes
@@ -132,15 +130,13 @@ def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, captio
         caption: text that says what the figure shows, and what to look for.
     """
     from lightning.pytorch.loggers import TensorBoardLogger  # slow to import, and other pictures need no logger
-    from PIL import Image
+    from matplotlib.image import imread
 
     path = folder / f"{name}-step{trainer.global_step:07d}.png"
     save_figure(figure, path, caption)
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            with Image.open(path) as picture:
-                pixels = np.asarray(picture.convert("RGB"))
-            logger.experiment.add_image(name, pixels, trainer.global_step, dataformats="HWC")
+            logger.experiment.add_image(name, imread(path)[..., :3], trainer.global_step, dataformats="HWC")
 
 
 @contextmanager
