@@ -30,6 +30,7 @@ from mhla_tasks.language.tokenizer import (
     PackedFiles,
     fingerprint,
     left_padded,
+    needed_vocab_size,
     pack_tokenizer,
     pad_token,
     unpack_tokenizer,
@@ -177,16 +178,16 @@ class CausalLanguageModel(TrainingModule):
         Raises:
             ValueError: if the vocabulary of the tokenizer is larger than that of the model.
         """
-        config = self.network.config
-        if len(tokenizer) < config.vocab_size // 2:
+        config, needed = self.network.config, needed_vocab_size(tokenizer)
+        if needed < config.vocab_size // 2:
             log.warning(
-                "the tokenizer has %d tokens, the model vocab_size=%d: most of its embedding is never used; set "
-                "--model.vocab_size=%d", len(tokenizer), config.vocab_size, len(tokenizer),
+                "the tokenizer needs vocab_size=%d, the model has vocab_size=%d: most of its embedding is never used; set "
+                "--model.vocab_size=%d", needed, config.vocab_size, needed,
             )  # fmt: skip
-        if len(tokenizer) > config.vocab_size:
+        if needed > config.vocab_size:
             raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the model vocab_size={config.vocab_size}; set "
-                f"--model.vocab_size={len(tokenizer)} or use the model's own tokenizer"
+                f"the tokenizer needs vocab_size={needed}, the model has vocab_size={config.vocab_size}; set "
+                f"--model.vocab_size={needed} or use the model's own tokenizer"
             )
         self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):

@@ -15,7 +15,7 @@ from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
-from mhla_tasks.language.tokenizer import PackedFiles, pack_tokenizer, unpack_tokenizer
+from mhla_tasks.language.tokenizer import PackedFiles, needed_vocab_size, pack_tokenizer, unpack_tokenizer
 from mhla_tasks.language.vocabularies import check_vocabulary
 
 BIDIRECTIONAL = AttentionConfig(
@@ -75,16 +75,16 @@ class LinearizedTextEncoder(LinearizedEncoder):
         """Take the tokenizer from the data, so that checkpoints and exports include it.
 
         Raises:
-            ValueError: if the tokenizer has more tokens than the encoder, or texts are longer than the encoder allows.
+            ValueError: if the encoder lacks tokens of the tokenizer, or texts are longer than the encoder allows.
         """
         super().setup(stage)
         data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         tokenizer, length = getattr(data, "tokenizer", None), getattr(data, "length", 0)
         config = self.network.config
-        if tokenizer is not None and len(tokenizer) > config.vocab_size:
+        if tokenizer is not None and (needed := needed_vocab_size(tokenizer)) > config.vocab_size:
             raise ValueError(
-                f"the tokenizer has {len(tokenizer)} tokens, the encoder vocab_size={config.vocab_size}; use the encoder's own "
-                "tokenizer (--data.tokenizer)"
+                f"the tokenizer needs vocab_size={needed}, the encoder has vocab_size={config.vocab_size}; use the encoder's "
+                "own tokenizer (--data.tokenizer)"
             )
         if length > (limit := getattr(config, "max_position_embeddings", length)):
             raise ValueError(f"data.length={length} is above the {limit} tokens that the encoder allows")

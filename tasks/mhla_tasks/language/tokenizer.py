@@ -74,6 +74,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
     )
 
 
+def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the smallest ``vocab_size`` of a model for all tokens of a tokenizer, whose indices may have gaps."""
+    return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """Return the number of bytes of text that each token stands for, ``[V]`` int64; 0 for special tokens.
 
@@ -87,8 +92,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
     kind = _Letters(tokenizer)
-    size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))  # indices may have gaps
-    table = np.zeros(size, dtype=np.int64)
+    table = np.zeros(needed_vocab_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         if index not in special:
             table[index] = len(token.encode()) if index in added else kind.count(token)

@@ -109,6 +109,10 @@ def test_tokens_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("river river")
     runs = ShardRuns(ShardReader(write(tmp_path / "out", [str(tmp_path / "a.txt")], tokenizer)))
     assert runs.read(0, 0, 3)[0].tolist() == [0, 70_000, 70_000]
+    model = small_model()
+    model.network.config.vocab_size = 70_000
+    with pytest.raises(ValueError, match=r"needs vocab_size=70001, .* vocab_size=70000; set --model\.vocab_size=70001"):
+        model.use_tokenizer(tokenizer)
 
 
 def test_a_vocabulary_without_room_for_all_bytes() -> None:

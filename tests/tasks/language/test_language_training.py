@@ -192,7 +192,7 @@ def test_training_refuses(stdlib: SimpleNamespace, tokenizer: Any, capsys: pytes
         return capsys.readouterr().err
 
     few = "--model.vocab_size=300"
-    assert "the tokenizer has 512 tokens, the model vocab_size=300" in failing(
+    assert "the tokenizer needs vocab_size=512, the model has vocab_size=300" in failing(
         "fit", "--config", str(stdlib.config), few
     )
     assert "predict needs prompts" in failing("predict", f"--ckpt_path={stdlib.last}")
