@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ class ShardSets:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
         """
         for manifest in sorted({beside_shard(shard, "manifest.json") for shard in self.find(stage)}):
-            digest = read_json(manifest).get(MODEL_FILES) if manifest.is_file() else None
+            digest = _model_files(manifest)
             if digest is None or digest in self._encoders:
                 continue
             self._encoders[digest] = manifest
@@ -141,10 +141,20 @@ class ShardSets:
         return lambda shards: FetchAhead(streamed, paths, shards)
 
 
-def _location(where: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> str | list[str]:
+def _location(where: Any) -> str | list[str]:
     """Return a location, or several, as strings. A list of one location is that location."""
-    names = [os.fspath(part) for part in ([where] if isinstance(where, str | os.PathLike) else where)]
+    # Not os.fspath: objects for remote paths have no local path, or download the file to get one.
+    names = [str(part) for part in ([where] if isinstance(where, str) or not isinstance(where, Iterable) else where)]
     return names[0] if len(names) == 1 else names
+
+
+def _model_files(manifest: Path) -> str | None:
+    """Return the digest of a model's files that a manifest records; None if it has none, as in shards of other programs."""
+    try:
+        digest = read_json(manifest).get(MODEL_FILES)
+    except (OSError, ValueError):
+        return None
+    return digest if isinstance(digest, str) else None
 
 
 TRAINED = "batches_trained"

@@ -27,7 +27,7 @@ from lightning_mhla.data.classes import CLASSES, read_classes, write_classes
 from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
 from lightning_mhla.system.files import UNFINISHED, beside
-from lightning_mhla.system.listing import shown, without_controls
+from lightning_mhla.system.listing import is_visible, shown, without_controls
 from lightning_mhla.system.ranges import check_range
 
 log = logging.getLogger(__name__)
@@ -143,10 +143,11 @@ class Preparation:
         return self.shards.folder / f"{self.shards.prefix}-{CLASSES}"
 
     def _list_classes(self, names: Sequence[str]) -> None:
-        """Write the list of classes, unless existing shards have the labels of a different list."""
+        """Write the list of classes, unless it gives the labels of existing shards different names."""
         file = self._class_list
-        recorded_names = read_classes(file) if self.shards.finished() else None
-        if recorded_names not in (None, list(map(without_controls, names))):
+        recorded_names = (read_classes(file) or []) if self.shards.finished() else []
+        # A longer list, such as that of the complete data set, may add classes at the end.
+        if list(map(without_controls, names[: len(recorded_names)])) != recorded_names:
             raise ValueError(
                 f"{file.with_name(self.shards.prefix)}-*.tar have the labels of {file.name}, which lists other classes, or "
                 "another order, than this command; --force makes them again, or choose another folder or --prefix"
@@ -300,13 +301,14 @@ def check_per_shard(per_shard: int) -> None:
 def check_outside(target: Path, sources: Iterable[Path]) -> None:
     """Check that the folder of new shards is not inside a folder that they are made from.
 
-    A repeated call would take the shards, and the files beside them, for new input.
+    A repeated call would take the shards, and the files beside them, for new input. Hidden folders are not read as input.
 
     Raises:
-        ValueError: if ``target`` is one of the ``sources``, or inside one.
+        ValueError: if ``target`` is one of the ``sources``, or inside one and not hidden.
     """
-    for source in sources:
-        if source.is_dir() and target.resolve().is_relative_to(source.resolve()):
+    for source in filter(Path.is_dir, sources):
+        path, folder = target.resolve(), source.resolve()
+        if path.is_relative_to(folder) and all(map(is_visible, path.relative_to(folder).parts)):
             raise ValueError(
                 f"the folder for the shards, {shown(target)}, is inside the source {shown(source)}; choose one outside of it"
             )

@@ -73,12 +73,15 @@ class LoggedApart(HyperparametersMixin):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of ``__init__`` as Lightning does, with paths as strings, so that checkpoints hold plain data."""
+        """Save the arguments of ``__init__`` as Lightning does, but paths as strings, so that checkpoints hold plain data.
+
+        ``self.hparams`` then holds strings as well. A configuration object of OmegaConf stays as it is.
+        """
         # The frame of __init__, in which Lightning looks for the arguments.
         caller = inspect.currentframe()
         frame = frame or (caller and caller.f_back)
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)
-        for saved in saved_hyperparameters(self):
+        for saved in saved_hyperparameters(self) if isinstance(self.hparams, dict) and self.hparams else ():
             saved.update({key: _with_text_paths(value) for key, value in saved.items()})
 
     @property

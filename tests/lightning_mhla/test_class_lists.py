@@ -104,12 +104,14 @@ def test_shards_keep_the_labels_of_their_list(tmp_path: Path) -> None:
 
     write(["bee", "cat"])
     write(["bee", "cat"])
-    for names in (["cat", "bee"], ["bee", "cat", "dog"]):
+    for names in (["cat", "bee"], ["ant", "bee", "cat"], ["bee"]):
         with pytest.raises(
             ValueError, match=r"train-\*\.tar have the labels of train-classes\.txt, which lists other classes"
         ):
             write(names)
     assert read_classes(tmp_path / "train-classes.txt") == ["bee", "cat"]
+    write(["bee", "cat", "dog"])
+    assert read_classes(tmp_path / "train-classes.txt") == ["bee", "cat", "dog"], "existing labels have the same names"
     write(["cat", "bee"], force=True)
     assert read_classes(tmp_path / "train-classes.txt") == ["cat", "bee"]
 

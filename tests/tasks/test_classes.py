@@ -18,7 +18,7 @@ from mhla_tasks.commandline.parser import main
 from mhla_tasks.diffusion.data import ImageShards as DiffusionImages
 from PIL import Image
 
-from lightning_mhla.data import ShardOptions
+from lightning_mhla.data import ResumableDataModule, ShardOptions, ShardSets
 from lightning_mhla.data.classes import read_classes
 
 ROOT = Path(__file__).parents[2]
@@ -79,6 +79,18 @@ def test_a_few_validation_batches_have_images_of_all_classes(tmp_path: Path) -> 
 def test_locations_may_be_paths_and_are_saved_as_text(tmp_path: Path) -> None:
     save(tmp_path / "data", {"ant": 1, "cat": 2})
     locations: list[Any] = [tmp_path / "data", [tmp_path / "data"], [str(tmp_path / "data")]]
+
+    class Remote:
+        """Remote path, which has no local one."""
+
+        def __str__(self) -> str:
+            return "s3://bucket/train.tar"
+
+        def __fspath__(self) -> str:
+            raise NotImplementedError
+
+    remote: Any = [tmp_path / "data", Remote()]
+    assert ShardSets(remote, "").locations["train"] == [str(tmp_path / "data"), "s3://bucket/train.tar"]
     for where in locations:
         options: Any = {"cache_dir": tmp_path / "cache"}
         data = ImageNetShards(where, where, image_size=8, shards=ShardOptions(**options))
@@ -88,6 +100,15 @@ def test_locations_may_be_paths_and_are_saved_as_text(tmp_path: Path) -> None:
         saved = torch.load(tmp_path / "hparams", weights_only=True)
         assert saved["train"] in (str(tmp_path / "data"), [str(tmp_path / "data")])
         assert saved["shards"]["cache_dir"] == str(tmp_path / "cache")
+
+
+def test_a_data_module_may_save_an_empty_dict() -> None:
+    class Empty(ResumableDataModule):
+        def __init__(self) -> None:
+            super().__init__(batch_size=1)
+            self.save_hyperparameters({})
+
+    assert not Empty().hparams
 
 
 def test_a_validation_folder_without_a_class_keeps_the_labels(world: Path, capsys: pytest.CaptureFixture[str]) -> None:

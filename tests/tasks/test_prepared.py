@@ -206,6 +206,18 @@ def test_shards_are_not_written_into_their_source(kind: str, world: Path, tmp_pa
     assert not (source / "shards").exists()
 
 
+@pytest.mark.parametrize(
+    ("kind", "folder"), [("images", ""), ("images", ".shards"), ("latents", ".shards"), ("text", ".shards")]
+)
+def test_shards_in_a_source_that_does_not_read_them(kind: str, folder: str, world: Path, tmp_path: Path) -> None:
+    source = source_of(kind, world, tmp_path)
+    words = command(kind, world, source, source / folder)
+    registry.run(f"prepare {kind}", words)
+    first = digests(source / folder)
+    registry.run(f"prepare {kind}", words)
+    assert digests(source / folder) == first != {}
+
+
 @pytest.mark.parametrize("kind", ["images", "captions", "latents"])
 def test_samples_that_are_all_broken_are_an_error(kind: str, world: Path, tmp_path: Path) -> None:
     source = source_of(kind, world, tmp_path)
@@ -248,6 +260,9 @@ def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: py
         data.source("train")
         data.source("validate")
         assert ("name models with different files" in caplog.text) == changed
+    for content in ("[]", "version 2", f'{{"{MODEL_FILES}": {{}}}}'):  # a file of a different program
+        (tmp_path / "val/train-manifest.json").write_text(content)
+        data.shards.compare_encoders("validate")
 
 
 @pytest.mark.parametrize("repair", ["removed", "repaired", "renamed"])

@@ -30,10 +30,12 @@ def images_to_shards(source: Path, packing: Packing, classes: Sequence[str] | No
     Raises:
         BrokenSampleError: if more than ``packing.max_skipped`` images cannot be decoded.
         FileNotFoundError: if ``source`` contains no class folders with images.
-        ValueError: if ``source`` has a class that is not in ``classes`` or contains the target folder, or if the target folder
-            holds shards that were written with different options or from images that have changed since.
+        ValueError: if ``source`` has a class that is not in ``classes``, if the target folder is inside ``source`` and would be
+            taken for a class, or if the target folder holds shards that were written with different options or from images
+            that have changed since.
     """
-    check_outside(packing.target, [source])
+    if packing.target.resolve() != source.resolve():  # beside the class folders, shards are not taken for a class
+        check_outside(packing.target, [source])
     if classes is None:
         classes = data_set_classes(packing.target, packing.prefix)
     folder = LabelledFolder(source, classes=classes)
