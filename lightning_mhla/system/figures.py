@@ -22,6 +22,11 @@ DOTS = 130
 """Resolution of picture files in dots per inch."""
 MARGIN = 0.1
 """Margin of picture files in inches."""
+NO_ENGINE = {"figure.autolayout": False, "figure.constrained_layout.use": False}
+"""Settings of matplotlib under which a figure has no layout engine unless it is given one.
+
+The user's settings may choose an engine. It would replace the one that a figure gives up, and may reject its colorbars.
+"""
 
 
 def make_panels(
@@ -90,13 +95,15 @@ def arrange(figure: Figure, dpi: float) -> Bbox:
         figure: figure, whose parts keep these places from then on.
         dpi: resolution of the picture files in dots per inch.
     """
+    from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figure.set_dpi(dpi)  # sizes of text are rounded to pixels
     renderer = FigureCanvasAgg(figure).get_renderer()
     if (engine := figure.get_layout_engine()) is not None:
         engine.execute(figure)
-        figure.set_layout_engine(None)
+        with rc_context(NO_ENGINE):
+            figure.set_layout_engine(None)
     return figure.get_tightbbox(renderer).padded(MARGIN)
 
 
@@ -110,13 +117,16 @@ def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
         path: path of the PNG file. Missing folders are created.
         caption: text that says what the figure shows, and what to look for.
     """
+    from matplotlib import rc_context
+
     dark = path.parent / DARK / path.name
     dark.parent.mkdir(parents=True, exist_ok=True)
     options: dict[str, Any] = {"metadata": {"Description": caption} if caption else {}}
     options |= {"dpi": DOTS, "format": "png", "bbox_inches": arrange(figure, DOTS)}
-    figure.savefig(path, **options)
-    with _dark_colors(figure):
-        figure.savefig(dark, **options)
+    with rc_context(NO_ENGINE):  # `savefig` removes the engine, and sets it again afterwards
+        figure.savefig(path, **options)
+        with _dark_colors(figure):
+            figure.savefig(dark, **options)
 
 
 def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, caption: str) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning import LightningModule, Trainer
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -170,6 +171,17 @@ def test_a_picture_has_a_variant_for_dark_screens_and_its_caption(tmp_path: Path
     assert max(np.array(dark).flatten()) > 200, "light letters"
     save_figure(figure, tmp_path / "again.png", "Look at this.")
     assert (tmp_path / "again.png").read_bytes() == (tmp_path / "x.png").read_bytes(), "the figure has its colors again"
+
+
+@pytest.mark.parametrize("setting", ["figure.autolayout", "figure.constrained_layout.use"])
+def test_settings_of_the_user_do_not_change_the_arrangement(setting: str, tmp_path: Path) -> None:
+    """A ``matplotlibrc`` may choose a layout engine that does not work with colorbars of another one."""
+    weights = {"0": torch.rand(2, 64, 64, generator=torch.Generator().manual_seed(0)).softmax(-1)}
+    for name, chosen in (("default.png", False), ("chosen.png", True)):
+        with rc_context({setting: chosen}):
+            save_figure(draw_matrices(weights, 1)[0], tmp_path / name)
+    for folder in (tmp_path, tmp_path / "dark"):
+        assert (folder / "default.png").read_bytes() == (folder / "chosen.png").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["attention", "matrices", "mixing", "curves"])
