@@ -164,14 +164,14 @@ def _skipped_validation(
         return [f"No validation: {reason}."]
     last = max((values[-1][0] for values in points.values() if values), default=validated_step or 0)
     step = trainer.global_step
+    logged_nothing = ["The validation logged no metrics."] if validated_step is not None and not points else []
     if last == step:
-        return ["The validation logged no metrics."] if validated_step is not None and not points else []
+        return logged_nothing
     reason = _validation_period(trainer)
     if not last:
         return [f"No validation: {reason}."]
-    return [
-        f"The last {plural(step - last, 'step')} had no validation: {reason}. The metrics are those of step {last:,}."
-    ]
+    text = f"The last {plural(step - last, 'step')} had no validation: {reason}."
+    return [text, *logged_nothing] if logged_nothing else [f"{text} The metrics are those of step {last:,}."]
 
 
 def _validation_period(trainer: Trainer) -> str:

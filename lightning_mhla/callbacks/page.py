@@ -318,6 +318,7 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
     """Split a Markdown page of samples into its sections, each with a title and the texts of its code blocks.
 
     A resumed run repeats the steps after its checkpoint. The sections that the stopped run wrote at these steps are left out.
+    Sections of the same step that follow each other are those of several callbacks, and become one section.
     """
     blocks: list[tuple[str, list[str]]] = []
     fence, lines = "", io.StringIO()
@@ -334,10 +335,18 @@ def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
             fence, lines = mark[1], io.StringIO()
         elif line.startswith("#"):
             title = line.lstrip("# ").rstrip()
-            while blocks and _step(blocks[-1][0]) >= _step(title) >= 0:
-                blocks.pop()
+            step = _step(title)
+            if blocks and _step(blocks[-1][0]) > step >= 0:  # the run was resumed
+                while blocks and _step(blocks[-1][0]) >= step:
+                    blocks.pop()
             blocks.append((title, []))
-    return [(title, texts) for title, texts in blocks if texts]
+    merged: list[tuple[str, list[str]]] = []
+    for title, texts in blocks:
+        if merged and merged[-1][0] == title and _step(title) >= 0:
+            merged[-1][1].extend(text for text in texts if text not in merged[-1][1])
+        elif texts:
+            merged.append((title, texts))
+    return merged
 
 
 def _step(title: str) -> int:

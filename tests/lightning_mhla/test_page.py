@@ -204,6 +204,12 @@ def test_the_newest_sample_comes_first(tmp_path: Path) -> None:
     text = text_of(page_of(tmp_path, record()))
     assert "Samples, step 20 # text 20 ```inner``` 1 earlier step step 10 # old 10" in text
     assert "# old 20" not in text
+    # two callbacks, and the run resumed from step 10
+    two = [*parts, *(part.replace("# text", "# other") for part in parts[1:])]
+    (tmp_path / "samples.md").write_text("".join(two[number] for number in (0, 1, 3, 2, 4, 1, 3, 1)))
+    text = text_of(page_of(tmp_path, record()))
+    assert "Samples, step 20 # text 20 ```inner``` # other 20 1 earlier step step 10 # text 10" in text
+    assert "text 30" not in text
 
 
 def test_matching_and_task_loss_are_apart() -> None:
@@ -471,10 +477,14 @@ class LogsNothing(Measured):
         return None
 
 
-def test_a_validation_without_metrics_took_place(tmp_path: Path) -> None:
-    trainer = quick_trainer(CSVLogger(tmp_path, "", ""), RunReport(), max_epochs=2, limit_train_batches=1)
+@pytest.mark.parametrize("steps", [2, 3])
+def test_a_validation_without_metrics_took_place(tmp_path: Path, steps: int) -> None:
+    trainer = quick_trainer(CSVLogger(tmp_path, "", ""), RunReport(), max_steps=steps, limit_train_batches=2)
     trainer.fit(LogsNothing())
-    assert json.loads((tmp_path / "run.json").read_text())["skipped"] == ["The validation logged no metrics."]
+    *later, text = json.loads((tmp_path / "run.json").read_text())["skipped"]
+    assert text == "The validation logged no metrics."
+    assert [reason.partition(":")[0] for reason in later] == ["The last 1 step had no validation"] * (steps - 2)
+    assert "The metrics are those" not in "".join(later)
 
 
 def test_a_run_records_what_it_trains(tmp_path: Path) -> None:
