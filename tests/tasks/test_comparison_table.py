@@ -306,6 +306,8 @@ def test_metrics_with_the_names_of_other_columns() -> None:
     assert (row["time (run)"], row["best val/loss (run)"]) == ("1 min 05 s", "0.25")
     rows = compared(run("a", {"model.steps": 5}), run("b", {"model.steps": 6}))
     assert [(row["model.steps"], row["steps"]) for row in rows] == [("5", "1,200"), ("6", "1,200")], "an option"
+    rows = compared(run("a", {"data.notes": "x"}), run("b", {"data.notes": "y"}, finished=False))
+    assert [(row["data.notes"], row["notes"]) for row in rows] == [("x", ""), ("y", "not finished")]
     (row,) = compared(run("a", best=best, metrics=metrics), metrics=["time (run)", "time"])
     assert list(row.items())[1:3] == [("time (run)", "1 min 05 s"), ("time", "3")]
 

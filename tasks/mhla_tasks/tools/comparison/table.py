@@ -104,10 +104,9 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
     keys = [key for key in differences(runs) if key != SEED]
     recorded, monitored = all_metrics(groups), {run.record["best"].get("metric") for run in runs}
     filled: list[tuple[Column, list[Cell]]] = []
+    taken = {*recorded, *FIGURES, "run", "runs", "notes"}
     for key, short in short_names(keys).items():
-        name = (
-            key if short in (*recorded, *FIGURES) else short
-        )  # such as the option sampling.steps beside the column steps
+        name = key if short in taken else short  # such as the option sampling.steps beside the column steps
         cells = [Cell(option_text(group.first.options.get(key))) for group in groups]
         filled.append((Column(name, "option", key=key), cells))
     identities = {(*(cells[row].text for _, cells in filled), *group.notes) for row, group in enumerate(groups)}
