@@ -329,6 +329,7 @@ def test_architectures_are_measured_by_kind_and_size(
     }
     for kind in ("linear", "rala", "mala", "mhla"):
         assert growth[kind] < 1.02 < growth["softmax"], growth
+    kinds = architectures.KINDS
     monkeypatch.setattr(architectures, "KINDS", {"VLT": ("mhla",), "DiG": ("gla",)})
     options = ["--device", "cpu", "--models", "VLT-T", "DiG-S/2", "--seconds", "0", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["architectures", *options])
@@ -339,9 +340,11 @@ def test_architectures_are_measured_by_kind_and_size(
     ]  # fmt: skip
     assert all(row["milliseconds"] > 0 for row in rows)
     assert "operations over pixels" in capsys.readouterr().out
+    monkeypatch.setattr(architectures, "KINDS", kinds)
     monkeypatch.setattr(sys, "argv", ["architectures", "--count", "--models", "DiG-B/2", "--pixels", "256"])
     architectures.main()
     printed = capsys.readouterr().out
+    assert all(f"| `{kind}` |" in printed for kind in kinds["DiG"])
     assert "| `gla` | 130.55M |" in printed
     assert " ms" not in printed
     assert "over pixels" not in printed
