@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_mhla.data.classes import CLASSES, read_classes, write_classes
 from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
-from lightning_mhla.system.files import UNFINISHED, beside
+from lightning_mhla.system.files import UNFINISHED, beside, written_whole
 from lightning_mhla.system.listing import is_visible, shown, without_controls
 from lightning_mhla.system.ranges import check_range
 
@@ -108,6 +108,7 @@ class Preparation:
         check_range(least=0, max_skipped=max_skipped)
         self.skipped, self.force, self.share = Skipped(max_skipped), force, share
         self.classes = classes
+        self._previous_list: bytes | None = None
         self.order: list[int | None] = []
         self._locks = ExitStack()
 
@@ -136,7 +137,11 @@ class Preparation:
                 check_still_the_same(self.shards, self.origins, self.per_shard)
             # Later calls for other prefixes would take the labels of the list.
             if kind is not None and self.classes is not None and self.share[1] == 1 and not self.shards.finished():
-                self._class_list.unlink(missing_ok=True)
+                if self._previous_list is None:
+                    self._class_list.unlink(missing_ok=True)
+                else:  # the user's own list, perhaps the one given to this call
+                    with written_whole(self._class_list) as aside:
+                        aside.write_bytes(self._previous_list)
 
     @property
     def _class_list(self) -> Path:
@@ -152,6 +157,7 @@ class Preparation:
                 f"{file.with_name(self.shards.prefix)}-*.tar have the labels of {file.name}, which lists other classes, or "
                 "another order, than this command; --force makes them again, or choose another folder or --prefix"
             )
+        self._previous_list = file.read_bytes() if file.is_file() else None
         write_classes(file, names)
 
     def fill(

@@ -123,6 +123,10 @@ def test_a_call_that_fails_at_once_leaves_no_list(tmp_path: Path) -> None:
     with pytest.raises(BrokenSampleError, match="more than --max_skipped 0"):
         write_shards(range(2), fails, tmp_path, "train", 2, classes=["bee", "cat"])
     assert data_set_classes(tmp_path, "val") is None
+    (tmp_path / "train-classes.txt").write_text("ant\r\nbee")  # of the user
+    with pytest.raises(BrokenSampleError, match="more than --max_skipped 0"):
+        write_shards(range(2), fails, tmp_path, "train", 2, classes=["bee", "cat"])
+    assert (tmp_path / "train-classes.txt").read_bytes() == b"ant\r\nbee"
 
 
 def test_classes_are_matched_by_name(caplog: pytest.LogCaptureFixture) -> None:
