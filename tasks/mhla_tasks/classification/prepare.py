@@ -67,7 +67,7 @@ def class_list(file: Path) -> list[str]:
 
     Raises:
         FileNotFoundError: if the file does not exist.
-        ValueError: if a name occurs twice, or the file is empty.
+        ValueError: if a name occurs twice, a line before the last name is blank, or the file is empty.
     """
     names = read_classes(file)
     if names is None:
