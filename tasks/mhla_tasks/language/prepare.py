@@ -23,7 +23,7 @@ from mhla_tasks.language.documents import DocumentEncoder, EncodedDocuments, Rep
 from mhla_tasks.language.targets import UnknownRepliesError, mask_ranges
 from mhla_tasks.language.text_bytes import counts_exactly
 from mhla_tasks.language.token_shards import MISSING, STARTS, TARGETS, TOKENS
-from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, needed_vocab_size, save_tokenizer
+from mhla_tasks.language.tokenizer import fingerprint, load_tokenizer, save_tokenizer, table_size
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def write_token_shards(
     digest = fingerprint(tokenizer)
     options = {"sources": list(sources), "column": column, "skip": skip, "limit": limit, "tokenizer": digest}
     options |= {"run_characters": run_characters, "runs_per_shard": runs_per_shard, "control_tokens": control_tokens}
-    dtype = np.uint16 if needed_vocab_size(tokenizer) <= 65_536 else np.uint32
+    dtype = np.uint16 if table_size(tokenizer) <= 65_536 else np.uint32
     with Preparation(target, prefix, options, _origins(sources), force=force):
         _keep_tokenizer(target, tokenizer)
         documents = itertools.islice(read_documents(sources, column), skip, None if limit is None else skip + limit)

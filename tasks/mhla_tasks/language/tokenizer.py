@@ -74,9 +74,26 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
     )
 
 
-def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the smallest ``vocab_size`` of a model for all tokens of a tokenizer, whose indices may have gaps."""
+def table_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return one more than the largest index of a token; indices may have gaps."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+
+
+def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return the smallest ``vocab_size`` of a model for the tokens of a tokenizer, whose indices may have gaps.
+
+    Special tokens are not counted, except those for the ends of texts, for padding, and in the chat template.
+    Gemma 3, for example, has a token for images, of which its model for text has no embedding.
+    """
+    needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
+    template = str(tokenizer.chat_template or "")
+    unneeded = {
+        index
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and index not in needed and str(token) not in template
+    }
+    indices = set(tokenizer.get_vocab().values())
+    return 1 + max(indices - unneeded, default=max(indices, default=-1))
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
@@ -92,7 +109,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())
     kind = _Letters(tokenizer)
-    table = np.zeros(needed_vocab_size(tokenizer), dtype=np.int64)
+    table = np.zeros(table_size(tokenizer), dtype=np.int64)
     for token, index in tokenizer.get_vocab().items():
         if index not in special:
             table[index] = len(token.encode()) if index in added else kind.count(token)

@@ -115,6 +115,24 @@ def test_tokens_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
         model.use_tokenizer(tokenizer)
 
 
+def test_special_tokens_that_no_text_contains_need_no_embedding(tokenizer: Any) -> None:
+    """Such as Gemma's token for images; others that lie above the model's vocabulary are named before the first step."""
+    model, size = small_model(), len(tokenizer)
+    model.network.config.vocab_size = size
+    for added, is_needed in (("<image>", False), ("<turn>", True), ("    ", True)):
+        larger = unpack_tokenizer(pack_tokenizer(tokenizer))
+        larger.add_tokens([added], special_tokens=added[0] == "<")
+        larger.chat_template = "{% for m in messages %}<turn>{{ m.content }}{% endfor %}"
+        if is_needed:
+            with pytest.raises(
+                ValueError, match=f"the tokenizer needs vocab_size={size + 1}, the model has vocab_size={size}"
+            ):
+                model.use_tokenizer(larger)
+        else:
+            model.use_tokenizer(larger)
+            assert model.tokenizer is larger
+
+
 def test_a_vocabulary_without_room_for_all_bytes() -> None:
     with pytest.raises(ValueError, match="vocab_size=257 must be at least 258"):
         train_tokenizer(SENTENCES, 257)
