@@ -410,12 +410,11 @@ def check_same_order(saved_options: Mapping[str, Any], options: Mapping[str, Any
         if saved == current:
             continue
         if key in CHECKSUMS:
-            difference = f"on {CHECKSUMS[key]} than those of this run"
-            way_out = "Use the data of the checkpoint"
-        else:
-            difference = f"with {key}={saved}, this run has {key}={current}"
-            way_out = f"Set {key} back"
+            raise ValueError(
+                f"the checkpoint was trained on {CHECKSUMS[key]} than those of this run: it cannot resume with the very next "
+                "sample. Use the data of the checkpoint, or start a new run from the weights alone"
+            )
         raise ValueError(
-            f"the checkpoint was trained {difference}: it cannot resume with the very next sample. {way_out}, or start a new "
-            "run from the weights alone"
+            f"the checkpoint was trained with {key}={saved}, this run has {key}={current}: it cannot resume with the very next "
+            f"sample. Set {key} back, or start a new run from the weights alone"
         )
