@@ -27,10 +27,10 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, and print where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
-test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): a quarter of an hour
+test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 15 to 25 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
 
-thorough: .venv/test-installed .venv/real-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, published weights, complete runs; takes half an hour
+thorough: .venv/test-installed .venv/real-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, published weights, complete runs; takes half an hour or more
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
 check: lint  ## lint, and the tests that start no process and take less than a minute: for use between two edits

@@ -31,6 +31,9 @@ from mhla_tasks.commandline.user_modules import allowed, import_own
 PACKAGES = ("lightning", "lightning_mhla", "mhla_kernels", "mhla_tasks")
 """Packages whose classes any configuration may name. Importing a module runs its code, so other packages need ``--allow``."""
 
+LOADABLE = (*PACKAGES, "transformers")
+"""Packages whose classes checkpoints of the suite name."""
+
 MODEL_CONFIG = re.compile(r"transformers\.\w+Config")
 """Pattern of transformers' model configurations. They hold only plain values, so any source may name one, even in a mapping for
 which no parameter declares a class."""
@@ -125,7 +128,7 @@ def permit_loading() -> None:
     The settings of jsonargparse are global, and Lightning uses it in ``load_from_checkpoint``. Without this call, code that
     runs after a command, such as the next cell of a notebook, could load only checkpoints with the classes of that command.
     """
-    set_parsing_settings(import_path_allowlist=[*PACKAGES, "transformers"])
+    set_parsing_settings(import_path_allowlist=list(LOADABLE))
 
 
 def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool = False) -> type:
@@ -385,7 +388,7 @@ def _is_within(path: str, names: Sequence[str]) -> bool:
 def _tell_parser() -> None:
     # The most specific entry counts, so the packages that `permit_loading` permitted are denied by name.
     set_parsing_settings(
-        import_path_denylist=["*", *PACKAGES, "transformers"],
+        import_path_denylist=["*", *LOADABLE],
         import_path_allowlist=[*_trusted, *_classes],
         instantiate_subclass_spec_in_any=False,
     )
