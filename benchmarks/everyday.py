@@ -118,31 +118,30 @@ def without_attention(model: nn.Module) -> nn.Module:
     return model
 
 
-def text(tokens: int, attends: bool = True) -> tuple[Work, Work]:
+def text(model: nn.Module, tokens: int) -> tuple[Work, Work]:
     """Return functions that time two training steps of a language model on a batch of 4,096 tokens.
 
     Args:
+        model: language model of this package.
         tokens: number of tokens of a sequence.
-        attends: whether the model of this package computes attention.
 
     Returns:
-        Functions for a model of this package with exponential mixing, and for transformers' Llama.
+        Functions for ``model``, and for transformers' Llama.
     """
     batch = torch.randint(SIZE["vocab_size"], (BATCH_TOKENS // tokens, tokens))
 
-    def steps(model: nn.Module) -> Work:
-        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+    def steps(network: nn.Module) -> Work:
+        optimizer = torch.optim.AdamW(network.train().parameters(), lr=1e-4)
 
         def run() -> None:
             for _ in range(2):
                 optimizer.zero_grad()
-                model(input_ids=batch, labels=batch).loss.backward()
+                network(input_ids=batch, labels=batch).loss.backward()
                 optimizer.step()
 
         return timed(run)
 
-    model = build("exponential", tokens)
-    return steps(model if attends else without_attention(model)), steps(llama(tokens))
+    return steps(model), steps(llama(tokens))
 
 
 def vision(part: str) -> tuple[Work, Work]:
@@ -333,10 +332,10 @@ def comparisons(stack: ExitStack) -> dict[str, Callable[[], tuple[Work, Work]]]:
         return images(workers, folder / "images")
 
     return {
-        "text 512": lambda: text(512),
-        "text 4096": lambda: text(4096),
-        "bound of text 512": lambda: text(512, attends=False),
-        "bound of text 4096": lambda: text(4096, attends=False),
+        "text 512": lambda: text(build("exponential", 512), 512),
+        "text 4096": lambda: text(build("exponential", 4096), 4096),
+        "bound of text 512": lambda: text(without_attention(build("exponential", 512)), 512),
+        "bound of text 4096": lambda: text(without_attention(build("exponential", 4096)), 4096),
         "vision": lambda: vision("forward"),
         "vision training": lambda: vision("both"),
         "images, 0 workers": lambda: pictures(0),
