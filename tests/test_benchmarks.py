@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -242,7 +243,15 @@ def test_everyday_work_in_the_documentation_is_measured() -> None:
         ratio = f"{row['ratio']:.2f} ({by_run[0]:.2f} to {by_run[-1]:.2f})"
         expected.append([*(f"{median(side):.2f}" for side in zip(*row["seconds"], strict=True)), ratio])
     assert [row[2:] for row in cells] == expected
-    assert "64 tokens after 8,192" in cells[6][0]
+    assert "64 tokens after 8,192" in cells[8][0]
+    elsewhere = json.loads((ROOT / "benchmarks/results/everyday-cpu-amx.json").read_text())["rows"]
+    ratio_of = {row["name"]: f"{row['ratio']:.2f}" for row in elsewhere}
+    names = ("text 512", "text 4096", "vision", "generation 1", "fit classification/mnist", "fit language/stdlib")
+    sentence = page.partition("On an Intel Xeon with AMX")[2].partition(" (2026")[0]
+    assert re.findall(r"\d\.\d\d", sentence) == [ratio_of[name] for name in names]
+    assert ratio_of["vision training"] == ratio_of["vision"]
+    shares = [f"{100 * row['profile']['aten::mm']:.0f}" for row in rows[:2]]
+    assert "Linear layers take {} and {}% of our time".format(*shares) in page
     assert (everyday.BATCH_TOKENS, everyday.PATCHES, everyday.IMAGES, everyday.STEPS) == (4096, 16, 1500, 64)
 
 

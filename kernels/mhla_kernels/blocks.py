@@ -82,22 +82,15 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
     return table
 
 
-PRIMES = (7, 11, 13)
-"""Divisors with which :func:`is_dynamic` tells symbolic sizes from plain numbers.
-
-A symbolic size that is known to be a multiple of all three, that is, of 1001, is mistaken for a plain number.
-"""
-
-
 def is_dynamic(size: int) -> bool:
     """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that code must not branch on its value."""
     if isinstance(size, torch.SymInt):
         return True
-    # Dynamo shows symbolic sizes as plain integers. Only a plain number has a provable remainder for every divisor. A symbolic
-    # size has one for some divisors (11 blocks of symbolic size are a multiple of 11), so one divisor is not enough.
-    return torch.compiler.is_compiling() and any(
-        not any(surely_equal(size % prime, remainder) for remainder in range(prime)) for prime in PRIMES
-    )
+    if not torch.compiler.is_compiling():
+        return False
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # here, since it loads torch's compiler
+
+    return not has_static_value(size)  # Dynamo shows symbolic sizes as plain integers
 
 
 def divide_up(number: int, size: int) -> int:
