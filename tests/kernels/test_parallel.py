@@ -66,7 +66,7 @@ def test_first_and_second_derivatives(frozen: bool) -> None:
     leaves = [x[:2, :9].detach().requires_grad_() for x in inputs()]
     torch.autograd.gradcheck(call, (*leaves, mixing), check_forward_ad=True)
     torch.autograd.gradcheck(call, (*leaves, mixing), check_batched_grad=True)
-    torch.autograd.gradgradcheck(call, (*leaves, mixing))
+    torch.autograd.gradgradcheck(call, (*leaves, mixing), fast_mode=True)  # along random directions
 
 
 def test_the_same_tensor_may_be_queries_and_keys() -> None:

@@ -85,8 +85,10 @@ def test_steps_without_an_end_and_with_a_limit(tmp_path: Path) -> None:
     assert steps_of_epochs(trainer, 1.5) == 4.5
 
 
-@pytest.mark.parametrize("config", ["classification/digits.yaml", "language/mqar.yaml", "diffusion/digits.yaml"])
-@pytest.mark.parametrize("accumulate", [2, 3])
+@pytest.mark.parametrize(
+    ("config", "accumulate"),
+    [("classification/digits.yaml", 3), ("language/mqar.yaml", 3), ("diffusion/digits.yaml", 2)],
+)
 def test_every_callback_of_a_shipped_run_lasts(tmp_path: Path, config: str, accumulate: int) -> None:
     """Past the 25th step, where the speed is printed, with everything that the configuration brings."""
     path = write_config(tmp_path, config, accumulate_grad_batches=accumulate, max_steps=30, log_every_n_steps=5)
