@@ -33,7 +33,7 @@ test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond
 thorough: .venv/test-installed .venv/real-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, published weights, complete runs; takes half an hour or more
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
 
-check: lint  ## lint, and the tests that start no process and take less than a minute: for use between two edits
+check: lint  ## lint, and the tests of quick files that start no process: four minutes on two cores, for use between two edits
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow and not long"
 
 mutate: .venv/test-installed  ## break the product in over a hundred places, one at a time, and check that the tests notice (resumes)

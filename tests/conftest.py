@@ -66,7 +66,8 @@ SLOW = (
     "test_swap_folders", "test_swap_transformers", "test_linearized_settings", "test_encoders", "test_language_peft",
     "test_text_to_image_training", "test_accumulation", "test_resume_options", "test_kinds", "test_data_modules", "test_vlt",
     "test_diffusion_metrics", "test_language_networks", "test_classification", "test_portable", "test_language_transformers",
-    "test_block_causal",
+    "test_block_causal", "test_cli", "test_parallel", "test_linearize_timm", "test_pictures", "test_rejected_start",
+    "test_shared_cache", "test_block_causal_graphs", "test_windowed", "test_pretrained",
 )  # fmt: skip
 """Test files that take more than ten seconds: interpreted kernels, compilers, fuzzing, lm-eval, complete runs."""
 
