@@ -195,10 +195,10 @@ def test_kinds_that_keep_heads_otherwise_are_not_cut(batch: int, monkeypatch: py
 def test_exponential_mixing_over_many_groups(implementation: str) -> None:
     """More blocks than the running sums take at once."""
     n, check = 150, {"causal": True, "normalize": True}
-    q, k, v = torch.rand(1, n, 1, 4), torch.rand(1, n, 1, 4), torch.randn(1, n, 1, 3)
+    q, k, v = torch.rand(1, n, 2, 4), torch.rand(1, n, 2, 4), torch.randn(1, n, 2, 3)
     check_against_definition(
         (implementation,),
-        (q, k, v, torch.rand(1, 4), torch.rand(1, 4)),
+        (q, k, v, torch.rand(2, 4), torch.rand(2, 4)),
         {"block_size": 2, **check},
         equal_starts(n, 2),
         check,
