@@ -80,11 +80,17 @@ def packed_starts(bounds: list[int], block_size: int) -> list[list[int]]:
     return [[*range(a, b, block_size), b] for a, b in pairwise(bounds)]
 
 
-def relative_error(name: str, got: Tensor, want: Tensor) -> float:
-    """Return ``||got - want|| / ||want||``, and check that ``got`` is finite and has the shape of ``want``."""
+def relative_error(name: str, got: Tensor, want: Tensor, terms: Tensor | None = None) -> float:
+    """Return ``||got - want|| / ||want||``, and check that ``got`` is finite and has the shape of ``want``.
+
+    The divisor is a thirtieth of the norm of ``terms`` if that is larger. ``terms`` are the same sums of absolute values: where
+    they cancel almost completely, float32 cannot give five correct digits. (For example, a normalized row that sees a single
+    block or key does not depend on its weights, so its gradient is nearly zero.)
+    """
     assert got.shape == want.shape, f"{name}: {tuple(got.shape)} for {tuple(want.shape)}"
     assert torch.isfinite(got).all(), f"{name} is not finite"
-    return float((got.double() - want).norm() / want.norm().clamp(min=1e-12))
+    scale = max(float(want.norm()), 0.0 if terms is None else float(terms.norm()) / 30, 1e-12)
+    return float((got.double() - want).norm()) / scale
 
 
 def exponential_matrix(amplitude: Tensor, decay: Tensor, size: int) -> Tensor:
@@ -177,14 +183,8 @@ def gradients(run: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple
     return out.detach(), torch.autograd.grad(out, leaves, cotangent.to(out.dtype))
 
 
-def gradient_scales(
-    want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor, want_grads: tuple[Tensor, ...]
-) -> list[float]:
-    """Return the divisor of each gradient's error: the gradient's norm, or a thirtieth of the norm of its terms if larger.
-
-    If the terms cancel almost completely, float32 cannot give five correct digits. (For example, a normalized row that sees a
-    single block or key does not depend on its weights, so its gradient is nearly zero.)
-    """
+def sums_of_magnitudes(want: Any, tensors: tuple[Tensor, ...], cotangent: Tensor) -> tuple[Tensor, ...]:
+    """Return the outputs and gradients of ``want`` with all terms positive, divided by the same normalizers."""
     magnitudes = tuple(x.abs() for x in tensors)
-    _, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
-    return [max(float(w.norm()), float(t.norm()) / 30) for w, t in zip(want_grads, terms, strict=True)]
+    out, terms = gradients(lambda *x: want(*x, constant_normalizer=True), magnitudes, cotangent.abs())
+    return out, *terms
