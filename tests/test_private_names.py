@@ -52,6 +52,10 @@ TORCH = {
         mhla_kernels.torch_private,
         "cpu_flash_attention_backward",
     ): "training mhla_window stores all scores of near tokens",
+    (
+        mhla_kernels.torch_private,
+        "relu_gradient",
+    ): "the parallel form allocates memory for each part of its backward pass on a CPU",
     (mhla_kernels.torch_private, "has_values"): "negative features are looked for where no number can be read",
     (mhla_kernels.torch_private, "FakeTensor"): "bounds of packed sequences are read where there are no numbers",
     (

@@ -68,15 +68,22 @@ class Problem(NamedTuple):
         return dtype_of_sums(self.q, self.k, self.v)
 
 
-def prepare(problem: Problem) -> Problem:
+def prepare(problem: Problem, features: bool = True) -> Problem:
     """Prepare checked arguments for the PyTorch algorithms, and return them as a new object.
 
     Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
     feature map is applied, and masked tokens are set to zero.
+
+    Args:
+        problem: checked arguments.
+        features: whether to apply the feature map even if no token is masked. If not, the result names the map that is still to
+            be applied. Features of masked tokens are zero, so that they are mapped here in any case.
     """
     mask = problem.key_mask
-    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, problem.feature_map, mask, mask)
-    return Problem(q, k, v, problem.mixing.to(q.dtype), problem.layout, problem.weighting)
+    left: FeatureMap = "identity" if features or mask is not None else problem.feature_map
+    now = problem.feature_map if left == "identity" else "identity"
+    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, now, mask, mask)
+    return Problem(q, k, v, problem.mixing.to(q.dtype), problem.layout, problem.weighting, left)
 
 
 def prepare_tokens(

@@ -55,6 +55,9 @@ cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """Gradients of :data:`cpu_flash_attention`, from its output and the logarithms."""
 
+relu_gradient = torch.ops.aten.threshold_backward.grad_input
+"""Gradient of relu, written to an existing tensor: the first argument where the second is positive or NaN, zero elsewhere."""
+
 __all__ = [
     "FakeTensor",
     "assert_async",
@@ -66,5 +69,6 @@ __all__ = [
     "is_traced",
     "is_wrapped",
     "pytree",
+    "relu_gradient",
     "unwrapped",
 ]

@@ -21,7 +21,7 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables
 from lightning_mhla.attention.linear import LinearAttention
 from lightning_mhla.attention.mamba2 import Mamba2
 from lightning_mhla.attention.mhla import MHLA
-from lightning_mhla.attention.order import BlockOrder, RasterOrder
+from lightning_mhla.attention.order import BlockOrder, GivenOrder, RasterOrder
 from lightning_mhla.attention.projections import Projections
 from lightning_mhla.attention.rala import MagnitudeAwareLinearAttention, RankAugmentedLinearAttention
 from lightning_mhla.attention.retention import Retention
@@ -43,6 +43,7 @@ __all__ = [
     "GatedConvolution",
     "GatedDeltaNet",
     "GatedLinearAttention",
+    "GivenOrder",
     "LayoutTables",
     "LinearAttention",
     "LinearCrossAttention",

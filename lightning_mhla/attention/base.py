@@ -121,7 +121,7 @@ class Attention(AttentionKind):
             device: device of the tokens; None for the CPU.
         """
         self.layout = layout
-        operator_layout = self.Order.operator_layout(layout)
+        operator_layout = self.token_order.operator_layout(layout)
         with torch.inference_mode(False):  # inference tensors could not be used in training later
             self.token_order.fit(layout, device)
             for part in (self.rotary, self.lepe):

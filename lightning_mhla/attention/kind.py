@@ -45,7 +45,8 @@ class AttentionKind(nn.Module):
     Options: ClassVar[type | None] = None
     """Dataclass of the options that are specific to this kind; None if there are none."""
     Order: ClassVar[type[TokenOrder]] = BlockOrder
-    """Order of the tokens in :meth:`attend`: :class:`BlockOrder`, or :class:`RasterOrder` for a scan over the tokens."""
+    """Order of the tokens in :meth:`attend`: :class:`BlockOrder`; :class:`RasterOrder` for a scan over the tokens; or
+    :class:`GivenOrder` if their order does not matter."""
     handles: ClassVar[tuple[str, ...]] = ()
     """Optional inputs that :meth:`attend` supports, such as ``"key_mask"``. All others raise ValueError."""
     unused: ClassVar[tuple[str, ...]] = ()

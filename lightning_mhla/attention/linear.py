@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.layout import Placement
+from lightning_mhla.attention.order import GivenOrder
 from lightning_mhla.attention.summaries import SummaryAttention
 
 CHUNK = 64
@@ -24,6 +25,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
     :class:`Attention`.
     """
 
+    Order = GivenOrder
     unused: ClassVar[tuple[str, ...]] = MIXING_OPTIONS
     block_causal = True
 

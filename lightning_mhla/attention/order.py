@@ -1,4 +1,4 @@
-"""Order in which attention processes the tokens: block order for most kinds, raster order for recurrences."""
+"""Order in which attention processes the tokens: block order, raster order, or the order of the layer's inputs."""
 
 from __future__ import annotations
 
@@ -50,17 +50,13 @@ class TokenOrder(LayoutTables):
         """Permutation of input tokens into the order that the attention needs, for the layout of the last :meth:`fit`."""
         return Placement(self.layout, self.order, self.inverse, {})
 
-    @staticmethod
-    def operator_layout(layout: BlockLayout) -> BlockLayout:
+    def operator_layout(self, layout: BlockLayout) -> BlockLayout:
         """Return a layout of the same grid whose block order is the order that this class produces. Subclasses implement it."""
         raise NotImplementedError
 
 
 class BlockOrder(TokenOrder):
-    """Module that puts tokens into block order, in which the tokens of each block are contiguous.
-
-    Kinds of attention that do not depend on the order of the tokens also use this class.
-    """
+    """Module that puts tokens into block order, in which the tokens of each block are contiguous."""
 
     @override
     def tables(self) -> dict[str, Tensor]:
@@ -72,9 +68,8 @@ class BlockOrder(TokenOrder):
             return {}
         return {"order": self.layout.order, "inverse": self.layout.inverse}
 
-    @staticmethod
     @override
-    def operator_layout(layout: BlockLayout) -> BlockLayout:
+    def operator_layout(self, layout: BlockLayout) -> BlockLayout:
         return layout
 
 
@@ -91,8 +86,28 @@ class RasterOrder(TokenOrder):
             return {}
         return {"order": self.layout.inverse, "inverse": self.layout.order}
 
-    @staticmethod
     @override
-    def operator_layout(layout: BlockLayout) -> BlockLayout:
+    def operator_layout(self, layout: BlockLayout) -> BlockLayout:
         """Return a layout in which the token grid is a single block, so that its block order is raster order."""
-        return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)
+        return _raster_layout(layout)
+
+
+class GivenOrder(TokenOrder):
+    """Module that keeps the order of the layer's inputs, for attention whose result does not depend on the order of the tokens.
+
+    In a backbone that puts the tokens of all layers into block order, this is block order. Otherwise, it is raster order.
+    """
+
+    @override
+    def tables(self) -> dict[str, Tensor]:
+        """Return an empty dictionary, because no permutation is needed."""
+        return {}
+
+    @override
+    def operator_layout(self, layout: BlockLayout) -> BlockLayout:
+        """Return ``layout`` if the inputs are in block order; otherwise, a layout whose block order is raster order."""
+        return layout if self.block_ordered else _raster_layout(layout)
+
+
+def _raster_layout(layout: BlockLayout) -> BlockLayout:
+    return replace(layout, blocks=(1,) * len(layout.grid), block_size=None)

@@ -16,6 +16,7 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.linear import LinearAttention
+from lightning_mhla.attention.order import GivenOrder
 from lightning_mhla.attention.summaries import EPS
 
 FIXED = ("normalize", "feature_map", "normalize_before_rotary", "key_weighting", "output_norm")
@@ -66,6 +67,7 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
         ValueError: if the layer is causal.
     """
 
+    Order = GivenOrder
     handles = ("key_mask", "rotary")
     unused = (*MIXING_OPTIONS, *FIXED)
 

@@ -17,6 +17,7 @@ from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS
 from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.attention.lepe import hide_rows
+from lightning_mhla.attention.order import GivenOrder
 from lightning_mhla.attention.sequence import SequenceShare
 from lightning_mhla.recurrence.chunks import check_bounds
 
@@ -82,6 +83,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
     The constructor takes the arguments of :class:`Attention`.
     """
 
+    Order = GivenOrder
     handles = ("key_mask", "rotary", "cu_seqlens", "share")
     unused = (*MIXING_OPTIONS, "normalize", "feature_map", "output_norm")
     block_causal = True

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from mhla_kernels import mhla_attention
+from mhla_kernels.checks import check_problem
 from mhla_kernels.forms import parallel as module
+from mhla_kernels.forms.attend import attend
+from mhla_kernels.forms.parallel_parts import ParallelParts
+from mhla_kernels.problem import prepare
 from oracle import relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -33,6 +37,10 @@ CASES: dict[str, dict[str, Any]] = {
     "packed": {"block_size": 2, "cu_seqlens": (0, 6, 12)},
     "packed and causal": {"block_size": 4, "cu_seqlens": (0, 5, 12), "causal": True},
     "hidden keys": {"block_size": 4, "key_mask": True},
+    "feature map": {"block_offsets": (0, 1, 5, 12), "feature_map": "relu"},
+    "feature map, causal, not normalized": {"block_size": 4, "causal": True, "normalize": False, "feature_map": "relu"},
+    "feature map, packed": {"block_size": 4, "cu_seqlens": (0, 5, 12), "causal": True, "feature_map": "relu"},
+    "feature map, hidden keys": {"block_size": 4, "key_mask": True, "feature_map": "relu"},
 }
 
 
@@ -41,6 +49,8 @@ CASES: dict[str, dict[str, Any]] = {
 def test_values_and_gradients_are_those_of_the_definition(case: str, heads: int | None) -> None:
     options = dict(CASES[case])
     q, k, v = inputs(1 if "cu_seqlens" in options else 5)
+    if "feature_map" in options:  # negative numbers too
+        q, k = q.detach() - 0.5, k.detach() - 0.5
     mixing = torch.rand(*([] if heads is None else [heads]), 3, 3, dtype=torch.float64).requires_grad_()
     if "key_mask" in options:
         options["key_mask"] = torch.rand(5, 12) > 0.3
@@ -54,6 +64,34 @@ def test_values_and_gradients_are_those_of_the_definition(case: str, heads: int 
     with torch.no_grad():
         again = mhla_attention(*(x.float() for x in (q, k, v, mixing)), form="parallel", **options)
     assert torch.equal(again, results[1][0]), "without gradients, the same numbers"
+
+
+@pytest.mark.parametrize("form", ["parallel", "chunked"])
+def test_the_feature_map_of_nan_and_of_zero_is_the_same_in_every_form(form: Literal["parallel", "chunked"]) -> None:
+    q, k, v = (x.detach().float() - 0.5 for x in inputs(5))
+    q[0, 2, 1, 0], q[1, 3, 2], k[2, 1, 0] = torch.nan, 0, -0.0
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.rand(3, 3))]
+    out = mhla_attention(*leaves, block_size=4, form=form, feature_map="relu")  # type: ignore[arg-type]
+    assert out.isnan().nonzero()[:, :3].unique(dim=0).tolist() == [[0, 2, 1]]
+    of_q, of_k, _, _ = torch.autograd.grad(out[1:].sum() + out[0, 2, 1].sum(), leaves)
+    assert of_q[0, 2, 1, 0].isnan(), "as the gradient of torch.relu"
+    assert not of_q[1, 3, 2].any()
+    assert not of_k[2, 1, 0].any()
+    assert (of_q[1:][q[1:] < 0] == 0).all()
+    assert (of_q[1:][q[1:] > 0] != 0).any()
+
+
+def test_outputs_and_gradients_have_the_order_of_the_arguments() -> None:
+    q, k, v = (x.detach().float() for x in inputs(5))
+    leaves = [x.requires_grad_() for x in (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), torch.rand(3, 3))]
+    out = attend(prepare(check_problem(*leaves, block_size=4)), "parallel")  # type: ignore[arg-type]
+    assert out.is_contiguous(), "mhla_attention needs no copy"
+    assert all(x.is_contiguous() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+class Outside(ParallelParts):
+    def in_parts(self, *_: Any) -> Any:
+        pytest.fail("in parts")
 
 
 def call(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
@@ -82,7 +120,7 @@ def test_the_same_tensor_may_be_queries_and_keys() -> None:
 def test_transformations_do_not_enter_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     leaves = [x.detach() for x in (*inputs(), torch.rand(3, 3, dtype=torch.float64))]
     want = call(*leaves)
-    monkeypatch.setattr(module, "_in_parts", lambda *_: pytest.fail("in parts"))
+    monkeypatch.setattr(module, "ParallelParts", Outside)
     torch.testing.assert_close(torch.vmap(lambda *x: call(*(y[None] for y in x), leaves[3])[0])(*leaves[:3]), want)
     torch.testing.assert_close(torch.func.vjp(call, *leaves)[0], want)
     with forward_ad.dual_level():

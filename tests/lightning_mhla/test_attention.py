@@ -193,6 +193,32 @@ def test_a_new_kind_is_one_class() -> None:
         del Attention.kinds["mean-of-values"]
 
 
+@pytest.mark.parametrize("prefix", [0, 1], ids=["rotary", "prefix"])
+@pytest.mark.parametrize("kind", ["softmax", "linear", "rala", "mala"])
+def test_a_kind_that_ignores_the_order_of_tokens_does_not_change_it(kind: str, prefix: int) -> None:
+    """Neither alone nor in a backbone in block order; positions of ``lepe`` and of rotary embedding follow the tokens."""
+    layout = BlockLayout((4, 6), (2, 3), prefix_tokens=prefix)
+    before_rotary = kind == "linear" and not prefix
+    settings = AttentionConfig(kind=kind, lepe=3, rotary=not prefix, normalize_before_rotary=before_rotary)
+    for block_ordered in (False, True):
+        layer = build_attention(settings, 24, 2, layout, block_ordered=block_ordered)
+        placement = layer.token_order.placement
+        assert placement.order is placement.inverse is None
+    x, (raster, ordered) = torch.randn(2, layout.num_tokens, 24), (
+        build_attention(settings, 24, 2, layout, block_ordered=block_ordered) for block_ordered in (False, True)
+    )  # fmt: skip
+    ordered.load_state_dict(raster.state_dict())
+    torch.testing.assert_close(ordered(x[:, layout.order]), raster(x)[:, layout.order])
+    torch.testing.assert_close(raster(x, layout=layout), raster(x))
+    wider = BlockLayout((6, 4), (3, 2), prefix_tokens=prefix)
+    for layer in (raster, ordered):
+        layer.fit(wider)
+    torch.testing.assert_close(ordered(x[:, wider.order]), raster(x)[:, wider.order])
+    weights = raster.attention_matrix(x)
+    of_ordered = ordered.attention_matrix(x[:, wider.order])
+    torch.testing.assert_close(of_ordered, weights[:, :, wider.order][..., wider.order])
+
+
 def test_a_kind_is_composed_of_other_parts() -> None:
     """Tokens in raster order, fewer key heads than query heads, a gate whatever the configuration says, and a stage of its own."""
     seen = []

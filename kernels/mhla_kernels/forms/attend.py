@@ -34,10 +34,12 @@ def attend(problem: Problem, form: Form) -> Tensor:
     """Compute attention outputs ``[B, N, H, V]`` in PyTorch, with the algorithm that ``form`` names.
 
     Args:
-        problem: checked arguments, with mapped features and one key head per query head, as
-            :func:`mhla_kernels.problem.prepare` returns them.
+        problem: checked arguments, with one key head per query head, as :func:`mhla_kernels.problem.prepare` returns them. If
+            they name a feature map, :func:`applies_features` must be true.
         form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
     """
+    if applies_features(problem, form):
+        return _parallel(problem)
     layout = problem.layout
     # Computing a few rows at a time keeps the summaries in the CPU's cache. With packed sequences, tokens are copied for every
     # part, which pays off only if a backward pass follows.
@@ -54,9 +56,17 @@ def attend(problem: Problem, form: Form) -> Tensor:
         return _spanning(problem)
     if form == "chunked":
         return _chunked(problem)
-    if form == "parallel" and not layout.is_open:
-        return _parallel(problem)
     return reference.attend(attention_weights(problem), problem.v)
+
+
+def applies_features(problem: Problem, form: Form) -> bool:
+    """Return whether :func:`attend` applies the feature map, so that it need not be applied before.
+
+    Args:
+        problem: checked arguments.
+        form: algorithm, without ``"auto"``.
+    """
+    return form == "parallel" and not problem.layout.is_open
 
 
 def attention_weights(problem: Problem) -> Tensor:
@@ -74,7 +84,8 @@ def attention_weights(problem: Problem) -> Tensor:
 def _parallel(problem: Problem) -> Tensor:
     layout = problem.layout
     matrix, where = problem.mixing.matrix(layout.most_blocks), layout.token_blocks(problem.q.device)
-    return parallel(problem.q, problem.k, problem.v, matrix, problem.weighting, where, where)
+    relu = problem.feature_map == "relu"
+    return parallel(problem.q, problem.k, problem.v, matrix, problem.weighting, where, where, relu)
 
 
 def _chunked(problem: Problem) -> Tensor:

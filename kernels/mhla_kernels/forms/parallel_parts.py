@@ -1,0 +1,206 @@
+"""Parallel form of attention on a CPU, computed in parts, so that the weights of a part fit into the cache of a core.
+
+A part is one or more batch rows with all heads, or some of the heads of one batch row. Everything that is needed for one part
+only is written to workspaces, which all parts share: on a CPU, the first access to newly allocated memory takes longer than a
+product of matrices that fills it. For the same reason, the feature map is applied to one part at a time, and outputs and
+gradients are written directly in the order ``[B, N, H, D]`` in which the caller uses them. The backward pass computes the
+weights again, which is faster than reading them from memory.
+
+Shape letters: B batch, H heads, P heads of a part (the sum over its batch rows), N queries, J keys (N in self-attention),
+K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mhla_kernels.blocks import TokenBlocks
+from mhla_kernels.features import rectify
+from mhla_kernels.forms.parts import RowsAndHeads, Workspace, divide_attention, rows_in_part, write_gradient
+from mhla_kernels.forms.weights import hide_pairs, weigh
+from mhla_kernels.normalizer import divide
+from mhla_kernels.problem import Weighting
+
+
+class ParallelParts(NamedTuple):
+    """Parallel form of attention, computed in parts.
+
+    Attributes:
+        weighting: causality and normalization of the attention weights.
+        queries: index of the block and of the packed sequence that contain each query.
+        keys: index of the block and of the packed sequence that contain each key.
+        relu: whether the feature map ``relu(x) + 1e-6`` is still to be applied to queries and keys.
+    """
+
+    weighting: Weighting
+    queries: TokenBlocks
+    keys: TokenBlocks
+    relu: bool
+
+    def at_once(self, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
+        """Compute outputs ``[B, N, H, V]`` with differentiable functions of torch; see :meth:`in_parts`."""
+        weighting = self.weighting
+        if self.relu:
+            q, k = rectify(q), rectify(k)
+        products_BHNJ = q.transpose(1, 2) @ k.permute(0, 2, 3, 1)
+        weights_BHNJ = weigh(products_BHNJ, coefficients, weighting.causal, self.queries, self.keys)
+        out_BHNV = weights_BHNJ @ v.transpose(1, 2)
+        if weighting.scale is not None:
+            out_BHNV = out_BHNV * weighting.scale
+        else:
+            out_BHNV = divide(out_BHNV, weights_BHNJ.sum(-1, keepdim=True), weighting.eps)
+        return out_BHNV.transpose(1, 2)
+
+    def in_parts(self, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute attention for a few batch rows or heads at a time, without support for autograd.
+
+        Args:
+            q: queries, ``[B, N, H, K]``.
+            k: keys, ``[B, J, H, K]``.
+            v: values, ``[B, J, H, V]``.
+            coefficients: mixing coefficient of each pair of tokens, ``[N, J]`` or ``[H, N, J]``.
+
+        Returns:
+            Outputs, ``[B, N, H, V]``, and the sum of each query's weights plus eps, ``[B, N, H, 1]``. Without normalization,
+            the second tensor is empty.
+        """
+        weighting, space = self.weighting, Workspace(q)
+        out_BNHV = q.new_empty(*q.shape[:3], v.shape[3])
+        totals_BNH1 = q.new_empty((*q.shape[:3], 1) if weighting.normalize else 0)
+        for part in self._parts(q, k):
+            queries = space.features("queries", part.of(q), self.relu).flatten(0, 1)
+            keys = space.features("keys", part.of(k), self.relu).flatten(0, 1)
+            products = self._products(queries, keys, space)
+            weights = self._weigh(products, part.of_heads(coefficients), products)
+            view = part.of(out_BNHV)
+            outs = space.take("outs", view.shape)
+            torch.bmm(weights, part.of(v).flatten(0, 1), out=outs.flatten(0, 1))
+            if weighting.scale is not None:
+                torch.mul(outs, weighting.scale, out=view)
+            else:
+                totals = space.take("totals", (*view.shape[:-1], 1))
+                torch.sum(weights, -1, keepdim=True, out=totals.flatten(0, 1)).add_(weighting.eps)
+                torch.div(outs, totals, out=view)
+                part.of(totals_BNH1).copy_(totals)
+        return out_BNHV, totals_BNH1
+
+    def _parts(self, q: Tensor, k: Tensor) -> list[RowsAndHeads]:
+        return divide_attention(len(q), q.shape[2], rows_in_part(q, q.shape[1] * k.shape[1]))
+
+    def _products(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
+        """Compute the products ``[P, N, J]`` of queries ``[P, N, K]`` and keys ``[P, J, K]``.
+
+        Products of pairs whose query must not attend to the key are zero.
+
+        Args:
+            q: queries of one part.
+            k: keys of one part.
+            space: workspace; the result is in its memory ``"products"``.
+        """
+        products = space.take("products", (*q.shape[:2], k.shape[1]))
+        return self._hide(torch.bmm(q, k.transpose(1, 2), out=products))
+
+    def _weigh(self, products: Tensor, coefficients: Tensor, out: Tensor) -> Tensor:
+        """Multiply values of all token pairs by the mixing coefficients of their blocks.
+
+        Results of pairs whose query must not attend to the key are zero.
+
+        Args:
+            products: values of the pairs, ``[P, N, J]``, for P heads, counted over all rows of a part.
+            coefficients: mixing coefficient of each pair, ``[N, J]``, or ``[heads, N, J]`` for the heads of the part.
+            out: tensor ``[P, N, J]`` that is overwritten and returned; may be ``products`` itself.
+        """
+        # [P, N, J]; with coefficients for each head, [heads, rows, N, J]
+        shape = products.shape if coefficients.dim() == 2 else (len(coefficients), -1, *products.shape[1:])
+        torch.mul(products.view(shape), coefficients.unsqueeze(-3), out=out.view(shape))
+        return self._hide(out)
+
+    def _hide(self, x: Tensor) -> Tensor:
+        """Set the entries ``[..., N, J]`` of pairs whose query must not attend to the key to zero, in place."""
+        return hide_pairs(x, self.weighting.causal, self.queries, self.keys, inplace=True)
+
+    def gradients(
+        self, with_coefficients: bool, gradient: Tensor, tensors: list[Tensor], out: Tensor, totals: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the tensors of :meth:`in_parts` from the gradient of its outputs.
+
+        With weights ``W = m * (q k^T)`` and ``o = W v / t``, where t is the sum of a row of W plus eps::
+
+            dv = W^T (do / t)        dW = (do / t) v^T - (do / t) . o        dm = dW * (q k^T)        d(q k^T) = dW * m
+
+        Args:
+            with_coefficients: whether the gradient of the coefficients is needed.
+            gradient: gradient of the outputs, ``[B, N, H, V]``.
+            tensors: queries, keys, values and coefficients.
+            out: outputs of :meth:`in_parts`.
+            totals: sums of the weights of each query plus eps.
+        """
+        q, k, v, coefficients = tensors
+        space, scale = Workspace(q), self.weighting.scale
+        of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
+        of_coefficients = torch.zeros_like(coefficients) if with_coefficients else None
+
+        def write(target: Tensor, one: Tensor, two: Tensor, source: Tensor | None) -> None:
+            """Write a product of matrices to a part of a gradient; see :func:`write_gradient`."""
+            result = space.take("result", target.shape)
+            torch.bmm(one, two, out=result.flatten(0, 1))
+            write_gradient(target, result, source)
+
+        for part in self._parts(q, k):
+            of_part, in_part = part.of(gradient), part.of_heads(coefficients)
+            queries = space.features("queries", part.of(q), self.relu).flatten(0, 1)
+            keys = space.features("keys", part.of(k), self.relu).flatten(0, 1)
+            values = part.of(v).flatten(0, 1)
+            # do / t of the formula, [P, N, V]
+            share = space.take("share", of_part.shape)
+            if scale is not None:
+                torch.mul(of_part, scale, out=share)
+            else:
+                torch.div(of_part, part.of(totals), out=share)
+                of_totals = _sum_of_products(share, part.of(out)).flatten(0, 1)
+            share = share.flatten(0, 1)
+            products = self._products(queries, keys, space)
+            weights = self._weigh(products, in_part, space.take("weights", products.shape))
+            write(part.of(of_v), weights.transpose(1, 2), share, None)
+            of_weights = weights  # in their place: they are not needed any more
+            if scale is not None:
+                torch.bmm(share, values.transpose(1, 2), out=of_weights)
+            else:
+                # baddbmm subtracts (do / t) . o in the same pass over the pairs.
+                torch.baddbmm(of_totals, share, values.transpose(1, 2), beta=-1, out=of_weights)
+            self._hide(of_weights)
+            if of_coefficients is not None:
+                _add_products(part.of_heads(of_coefficients), products, of_weights)
+            of_products = self._weigh(of_weights, in_part, of_weights)
+            write(part.of(of_q), of_products, keys, part.of(q) if self.relu else None)
+            write(part.of(of_k), of_products.transpose(1, 2), queries, part.of(k) if self.relu else None)
+        return of_q, of_k, of_v, of_coefficients
+
+
+def _add_products(of_coefficients: Tensor, products: Tensor, of_weights: Tensor) -> None:
+    """Add the gradient of the coefficients of a part. ``products`` is overwritten if the part has several rows or heads.
+
+    Args:
+        of_coefficients: gradient of the coefficients, ``[N, J]`` or ``[heads, N, J]``.
+        products: products of queries and keys, ``[P, N, J]``.
+        of_weights: gradients of the weights, ``[P, N, J]``.
+    """
+    axis = 0 if of_coefficients.dim() == 2 else 1
+    shape = products.shape if axis == 0 else (len(of_coefficients), -1, *products.shape[1:])
+    left, right = products.view(shape), of_weights.view(shape)
+    if left.shape[axis] == 1:  # no sum, and thus no temporary tensor
+        of_coefficients.addcmul_(left.select(axis, 0), right.select(axis, 0))
+    else:
+        of_coefficients.add_(left.mul_(right).sum(axis))
+
+
+def _sum_of_products(share: Tensor, out: Tensor) -> Tensor:
+    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN counts as zero.
+
+    ``share`` is a gradient. Where it is zero, an overflowed output must not make other gradients NaN.
+    """
+    sums = (share * out).sum(-1, keepdim=True)
+    return sums if sums.isfinite().all() else torch.where(share == 0, 0, share * out).sum(-1, keepdim=True)
