@@ -71,19 +71,19 @@ class Problem(NamedTuple):
 def prepare(problem: Problem, features: bool = True) -> Problem:
     """Prepare checked arguments for the PyTorch algorithms, and return them as a new object.
 
-    Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
-    feature map is applied, and masked tokens are set to zero.
+    Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. Masked
+    tokens are set to zero.
 
     Args:
         problem: checked arguments.
-        features: whether to apply the feature map even if no token is masked. If not, the result names the map that is still to
-            be applied. Features of masked tokens are zero, so that they are mapped here in any case.
+        features: whether to apply the feature map. If False, the result names the map, and the algorithm applies it. With a key
+            mask, the map is always applied here, because masked tokens must be zero after it.
     """
-    mask = problem.key_mask
-    left: FeatureMap = "identity" if features or mask is not None else problem.feature_map
-    now = problem.feature_map if left == "identity" else "identity"
-    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, now, mask, mask)
-    return Problem(q, k, v, problem.mixing.to(q.dtype), problem.layout, problem.weighting, left)
+    mask, here = problem.key_mask, features or problem.key_mask is not None
+    applied: FeatureMap = problem.feature_map if here else "identity"
+    remaining: FeatureMap = "identity" if here else problem.feature_map
+    q, k, v = prepare_tokens(problem.q, problem.k, problem.v, applied, mask, mask)
+    return Problem(q, k, v, problem.mixing.to(q.dtype), problem.layout, problem.weighting, remaining)
 
 
 def prepare_tokens(

@@ -56,7 +56,7 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 """Gradients of :data:`cpu_flash_attention`, from its output and the logarithms."""
 
 relu_gradient = torch.ops.aten.threshold_backward.grad_input
-"""Gradient of relu, written to an existing tensor: the first argument where the second is positive or NaN, zero elsewhere."""
+"""Gradient of relu, written to an existing tensor: the first argument where the second is above the third or NaN, else 0."""
 
 __all__ = [
     "FakeTensor",

@@ -43,8 +43,8 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
 class AttentionInputs:
     """Inputs of :meth:`Attention.attend`: queries, keys and values, with optional masks and positions.
 
-    Tokens are in raster order for kinds of attention that scan them, and otherwise in block order, in which the tokens of each
-    block are contiguous.
+    The class attribute ``Order`` of the kind of attention decides the order of the tokens. By default they are in block order,
+    in which the tokens of each block are contiguous.
 
     Attributes:
         x: tokens ``[B, N, dim]``.

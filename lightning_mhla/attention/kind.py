@@ -13,7 +13,7 @@ from lightning_mhla.attention.config import KINDS, AttentionConfig, Causal
 from lightning_mhla.attention.inputs import UNHANDLED, AttentionInputs
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import LocalPositionalEncoding
-from lightning_mhla.attention.order import BlockOrder, TokenOrder
+from lightning_mhla.attention.order import BlockOrder, GivenOrder, TokenOrder
 from lightning_mhla.attention.output import apply_gate, merge_heads
 
 REMOVED = {
@@ -73,6 +73,8 @@ class AttentionKind(nn.Module):
         for name, replacement in REMOVED.items():
             if name in vars(cls):
                 raise ValueError(f"{cls.__name__}.{name} no longer has an effect; {replacement} instead")
+        if cls.uses_blocks and issubclass(cls.Order, GivenOrder):
+            raise ValueError(f"{cls.__name__} divides tokens into blocks; write Order = BlockOrder")
         if kind is not None:
             cls.kind = kind
             KINDS[kind] = cls

@@ -13,9 +13,9 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 class LocalPositionalEncoding(LayoutTables):
     """Local positional encoding: a depthwise convolution of the values over the token grid.
 
-    Configurations call it ``lepe``, and the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in block order.
-    Precomputed indices put the values into the order of the grid and back. The output of prefix tokens, which have no
-    neighbors, is zero.
+    Configurations call it ``lepe``, and the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in the
+    block order of the layout that :meth:`fit` received. Precomputed indices put the values into the order of the grid and back.
+    The output of prefix tokens, which have no neighbors, is zero.
 
     Args:
         layout: token grid and its partition into blocks.
@@ -57,7 +57,7 @@ class LocalPositionalEncoding(LayoutTables):
         """Convolve values ``[B, N, channels]``; the output has the same shape.
 
         Args:
-            v: values in block order.
+            v: values in the block order of the layout.
             key_mask: ``[B, N]`` bool, False for hidden tokens, which count as zeros; None if no token is hidden.
             placement: permutation of the tokens into block order, for this call only; None for the layout of the last
                 :meth:`fit`.

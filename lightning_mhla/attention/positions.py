@@ -245,7 +245,7 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the rotary angles of all tokens of a 2-D layout, in block order.
+        """Compute the rotary angles of all tokens of a 2-D layout, in the block order of this layout.
 
         Args:
             layout: token grid and its partition into blocks.
@@ -262,7 +262,7 @@ class GridRotary(LayoutTables):
         return {"cos": angles.cos, "sin": angles.sin}
 
     def of_tokens(self, x: Tensor, *others: Any) -> Rotary:
-        """Return the rotary angles of all tokens of the layout, in block order.
+        """Return the rotary angles of all tokens of the layout, in its block order.
 
         Args:
             x: tokens; the angles are moved to their device.

@@ -473,7 +473,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     layout = module.grid.layout(module.blocks, x.shape[1], module.swapped.mixes_prefix)
     check_nothing_hidden(attention_mask)
     q, k, v = heads
-    # The heads are projected already, in raster order, so that they are permuted instead of projected in block order.
+    # The heads are projected already, in raster order. A kind with blocks permutes them instead of projecting in block order.
     host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)
     out: Tensor = module.swapped(x, projections=host, layout=fit(module, module.swapped, layout, x.device))
     return out

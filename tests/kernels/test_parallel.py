@@ -81,12 +81,25 @@ def test_the_feature_map_of_nan_and_of_zero_is_the_same_in_every_form(form: Lite
     assert (of_q[1:][q[1:] > 0] != 0).any()
 
 
-def test_outputs_and_gradients_have_the_order_of_the_arguments() -> None:
-    q, k, v = (x.detach().float() for x in inputs(5))
-    leaves = [x.requires_grad_() for x in (q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), torch.rand(3, 3))]
-    out = attend(prepare(check_problem(*leaves, block_size=4)), "parallel")  # type: ignore[arg-type]
-    assert out.is_contiguous(), "mhla_attention needs no copy"
-    assert all(x.is_contiguous() for x in torch.autograd.grad(out.sum(), leaves))
+@pytest.mark.parametrize("normalize", [True, False])
+def test_outputs_may_be_changed_in_place(normalize: bool) -> None:
+    leaves = [x.detach().float().requires_grad_() for x in (*inputs(5), torch.rand(3, 3))]
+    want, got = (
+        mhla_attention(*leaves, block_size=4, form="parallel", feature_map="relu", normalize=normalize)  # type: ignore[arg-type]
+        for _ in range(2)
+    )
+    expected = torch.autograd.grad((want * 2 + 1).sum(), leaves)
+    got.mul_(2).add_(1)
+    for gradient, correct in zip(torch.autograd.grad(got.sum(), leaves), expected, strict=True):
+        assert torch.equal(gradient, correct)
+
+
+def test_unmapped_features_are_not_taken_for_mapped_ones() -> None:
+    q, k, v = (x.detach() for x in inputs())
+    problem = prepare(check_problem(q, k, v, torch.rand(3, 3), block_size=4, feature_map="relu"), features=False)
+    for form in ("chunked", "reference"):
+        with pytest.raises(AssertionError, match=f"{form} does not apply relu"):
+            attend(problem, form)  # type: ignore[arg-type]
 
 
 class Outside(ParallelParts):
@@ -105,6 +118,21 @@ def test_first_and_second_derivatives(frozen: bool) -> None:
     torch.autograd.gradcheck(call, (*leaves, mixing), check_forward_ad=True)
     torch.autograd.gradcheck(call, (*leaves, mixing), check_batched_grad=True)
     torch.autograd.gradgradcheck(call, (*leaves, mixing), fast_mode=True)  # along random directions
+
+
+def test_derivatives_of_the_feature_map() -> None:
+    def mapped(q: Tensor, k: Tensor, v: Tensor, mixing: Tensor) -> Tensor:
+        return mhla_attention(q, k, v, mixing, block_size=4, form="parallel", feature_map="relu")
+
+    torch.manual_seed(1)
+    leaves = [(x[:2, :9].detach() - 0.5).requires_grad_() for x in inputs()]
+    mixing = torch.rand(3, 3, dtype=torch.float64).requires_grad_()
+    torch.autograd.gradcheck(mapped, (*leaves, mixing), check_batched_grad=True, fast_mode=True)
+    torch.autograd.gradgradcheck(mapped, (*leaves, mixing), fast_mode=True)
+    x = (torch.rand(5, 12, 4, 3) - 0.5).requires_grad_()
+    shared = torch.autograd.grad(mapped(x, x, x, mixing.float()).sum(), x)[0]
+    each = [x.detach().clone().requires_grad_() for _ in range(3)]
+    torch.testing.assert_close(shared, sum(torch.autograd.grad(mapped(*each, mixing.float()).sum(), each)))
 
 
 def test_the_same_tensor_may_be_queries_and_keys() -> None:

@@ -14,7 +14,16 @@ from transformers import Mamba2Config
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 
 from lightning_mhla import MHLA, AttentionConfig, Backbone, Block, BlockLayout
-from lightning_mhla.attention import Attention, AttentionInputs, RasterOrder, build_attention, layout_for
+from lightning_mhla.attention import (
+    Attention,
+    AttentionInputs,
+    BlockOrder,
+    LinearAttention,
+    RasterOrder,
+    SoftmaxAttention,
+    build_attention,
+    layout_for,
+)
 from lightning_mhla.attention.positions import rotary_angles
 
 KINDS = ("mhla", "linear", "softmax", "retention", "gla", "gated_deltanet", "mamba2")
@@ -217,6 +226,13 @@ def test_a_kind_that_ignores_the_order_of_tokens_does_not_change_it(kind: str, p
     weights = raster.attention_matrix(x)
     of_ordered = ordered.attention_matrix(x[:, wider.order])
     torch.testing.assert_close(of_ordered, weights[:, :, wider.order][..., wider.order])
+
+
+def test_a_kind_with_blocks_needs_their_order() -> None:
+    for parent in (LinearAttention, SoftmaxAttention):
+        with pytest.raises(ValueError, match="InBlocks divides tokens into blocks; write Order = BlockOrder"):
+            type("InBlocks", (parent,), {"uses_blocks": True})
+        assert type("InBlocks", (parent,), {"uses_blocks": True, "Order": BlockOrder}).uses_blocks
 
 
 def test_a_kind_is_composed_of_other_parts() -> None:

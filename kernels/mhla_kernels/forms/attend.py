@@ -38,8 +38,9 @@ def attend(problem: Problem, form: Form) -> Tensor:
             they name a feature map, :func:`applies_features` must be true.
         form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
     """
-    if applies_features(problem, form):
+    if form == "parallel" and not problem.layout.is_open:
         return _parallel(problem)
+    assert problem.feature_map == "identity", f"{form} does not apply {problem.feature_map}"
     layout = problem.layout
     # Computing a few rows at a time keeps the summaries in the CPU's cache. With packed sequences, tokens are copied for every
     # part, which pays off only if a backward pass follows.

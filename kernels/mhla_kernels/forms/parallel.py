@@ -82,14 +82,18 @@ def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
 
 
 class _InParts(torch.autograd.Function):
-    """Autograd function for :meth:`ParallelParts.in_parts`, which saves its arguments and outputs but nothing per pair."""
+    """Autograd function for :meth:`ParallelParts.in_parts`, which saves its arguments and outputs but nothing per pair.
+
+    It returns a copy of the outputs that it saves, so that callers may change their outputs in place.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, algorithm: ParallelParts) -> Tensor:
         out, totals = algorithm.in_parts(q, k, v, coefficients)
-        ctx.save_for_backward(q, k, v, coefficients, out, totals)
+        normalize = algorithm.weighting.normalize
+        ctx.save_for_backward(q, k, v, coefficients, out if normalize else totals, totals)
         ctx.algorithm = algorithm
-        return out
+        return out.clone() if normalize else out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,10 +1,10 @@
 """Parallel form of attention on a CPU, computed in parts, so that the weights of a part fit into the cache of a core.
 
-A part is one or more batch rows with all heads, or some of the heads of one batch row. Everything that is needed for one part
-only is written to workspaces, which all parts share: on a CPU, the first access to newly allocated memory takes longer than a
-product of matrices that fills it. For the same reason, the feature map is applied to one part at a time, and outputs and
-gradients are written directly in the order ``[B, N, H, D]`` in which the caller uses them. The backward pass computes the
-weights again, which is faster than reading them from memory.
+A part is one or more batch rows with all heads, or some of the heads of one batch row. Large intermediate results of a part are
+written to workspaces, which all parts share, because on a CPU the first access to newly allocated memory can take longer than
+the computation that fills it. For the same reason, the feature map is applied to one part at a time, and outputs and gradients
+are written directly in the order ``[B, N, H, D]`` in which the caller uses them. The backward pass computes the weights again,
+which is faster than reading them from memory.
 
 Shape letters: B batch, H heads, P heads of a part (the sum over its batch rows), N queries, J keys (N in self-attention),
 K key width, V value width.
@@ -26,7 +26,7 @@ from mhla_kernels.problem import Weighting
 
 
 class ParallelParts(NamedTuple):
-    """Parallel form of attention, computed in parts.
+    """Parallel form of attention: its definition (:meth:`at_once`), and the same computed in parts, with its gradients.
 
     Attributes:
         weighting: causality and normalization of the attention weights.
@@ -135,7 +135,7 @@ class ParallelParts(NamedTuple):
             with_coefficients: whether the gradient of the coefficients is needed.
             gradient: gradient of the outputs, ``[B, N, H, V]``.
             tensors: queries, keys, values and coefficients.
-            out: outputs of :meth:`in_parts`.
+            out: outputs of :meth:`in_parts`; ignored without normalization.
             totals: sums of the weights of each query plus eps.
         """
         q, k, v, coefficients = tensors
@@ -165,7 +165,7 @@ class ParallelParts(NamedTuple):
             products = self._products(queries, keys, space)
             weights = self._weigh(products, in_part, space.take("weights", products.shape))
             write(part.of(of_v), weights.transpose(1, 2), share, None)
-            of_weights = weights  # in their place: they are not needed any more
+            of_weights = weights  # overwrites the weights, which are no longer needed
             if scale is not None:
                 torch.bmm(share, values.transpose(1, 2), out=of_weights)
             else:

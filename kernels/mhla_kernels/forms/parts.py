@@ -57,7 +57,7 @@ class RowsAndHeads(NamedTuple):
     heads: slice
 
     def of(self, x: Tensor) -> Tensor:
-        """Return a view of this part of a tensor ``[B, tokens, H, D]``, ``[heads, rows, tokens, D]``."""
+        """Return this part of a tensor ``[B, tokens, H, D]`` as a view ``[heads, rows, tokens, D]``."""
         return x[self.rows, :, self.heads].permute(2, 0, 1, 3)
 
     def of_heads(self, x: Tensor) -> Tensor:
@@ -118,13 +118,13 @@ class Workspace:
 
 
 def write_gradient(target: Tensor, result: Tensor, source: Tensor | None) -> None:
-    """Write the gradient of mapped queries or keys to a view of the gradient of the queries or keys.
+    """Write the gradient of queries, keys or values to a view, after the backward pass of the feature map, if there is one.
 
     Args:
         target: view that is overwritten.
-        result: gradient of the mapped features, in the shape of ``target``.
-        source: queries or keys before the feature map ``relu(x) + 1e-6``, whose gradient is zero where they are not positive;
-            None if there is no feature map.
+        result: gradient of the mapped features, or of the values, in the shape of ``target``.
+        source: queries or keys before the feature map ``relu(x) + 1e-6``. The gradient is zero where they are at most zero, as
+            that of torch's relu; at NaN, it is ``result``. None if there is no feature map.
     """
     if source is None:
         target.copy_(result)
