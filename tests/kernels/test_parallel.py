@@ -81,6 +81,32 @@ def test_the_feature_map_of_nan_and_of_zero_is_the_same_in_every_form(form: Lite
     assert (of_q[1:][q[1:] > 0] != 0).any()
 
 
+def test_only_the_gradients_that_are_needed() -> None:
+    tensors = [x.detach().float() - 0.5 for x in (*inputs(5), torch.rand(3, 3))]
+
+    def gradients(needed: set[int]) -> dict[int, Tensor]:
+        leaves = [x.clone().requires_grad_(index in needed) for index, x in enumerate(tensors)]
+        out = mhla_attention(*leaves, block_size=4, form="parallel", feature_map="relu")  # type: ignore[arg-type]
+        chosen = sorted(needed)
+        return dict(zip(chosen, torch.autograd.grad(out.sum(), [leaves[i] for i in chosen]), strict=True))
+
+    expected = gradients({0, 1, 2, 3})
+    for needed in ({0}, {1}, {2}, {3}, {0, 3}, {1, 2}):
+        for index, gradient in gradients(needed).items():
+            assert torch.equal(gradient, expected[index])
+
+
+def test_the_gradient_may_have_a_tangent() -> None:
+    leaves = [x.detach().requires_grad_() for x in (*inputs(5), torch.rand(3, 3, dtype=torch.float64))]
+    out = call(*leaves)
+    gradient, tangent = torch.randn_like(out), torch.randn_like(out)
+    want = torch.autograd.grad(out, leaves, tangent, retain_graph=True)
+    with forward_ad.dual_level():
+        got = torch.autograd.grad(out, leaves, forward_ad.make_dual(gradient, tangent))
+        for dual, expected in zip(got, want, strict=True):
+            torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, expected)
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_outputs_may_be_changed_in_place(normalize: bool) -> None:
     leaves = [x.detach().float().requires_grad_() for x in (*inputs(5), torch.rand(3, 3))]
@@ -96,8 +122,9 @@ def test_outputs_may_be_changed_in_place(normalize: bool) -> None:
 
 def test_unmapped_features_are_not_taken_for_mapped_ones() -> None:
     q, k, v = (x.detach() for x in inputs())
-    problem = prepare(check_problem(q, k, v, torch.rand(3, 3), block_size=4, feature_map="relu"), features=False)
-    for form in ("chunked", "reference"):
+    for form, causal in (("chunked", True), ("reference", False)):
+        options: dict[str, Any] = {"block_size": 4, "feature_map": "relu", "causal": causal}
+        problem = prepare(check_problem(q, k, v, torch.rand(3, 3), **options), features=False)
         with pytest.raises(AssertionError, match=f"{form} does not apply relu"):
             attend(problem, form)  # type: ignore[arg-type]
 

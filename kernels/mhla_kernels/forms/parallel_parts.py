@@ -12,6 +12,7 @@ K key width, V value width.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -123,7 +124,7 @@ class ParallelParts(NamedTuple):
         return hide_pairs(x, self.weighting.causal, self.queries, self.keys, inplace=True)
 
     def gradients(
-        self, with_coefficients: bool, gradient: Tensor, tensors: list[Tensor], out: Tensor, totals: Tensor
+        self, needed: Sequence[bool], gradient: Tensor, tensors: list[Tensor], out: Tensor, totals: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the tensors of :meth:`in_parts` from the gradient of its outputs.
 
@@ -132,7 +133,7 @@ class ParallelParts(NamedTuple):
             dv = W^T (do / t)        dW = (do / t) v^T - (do / t) . o        dm = dW * (q k^T)        d(q k^T) = dW * m
 
         Args:
-            with_coefficients: whether the gradient of the coefficients is needed.
+            needed: for each tensor, whether its gradient is needed. The others are None.
             gradient: gradient of the outputs, ``[B, N, H, V]``.
             tensors: queries, keys, values and coefficients.
             out: outputs of :meth:`in_parts`; ignored without normalization.
@@ -140,14 +141,18 @@ class ParallelParts(NamedTuple):
         """
         q, k, v, coefficients = tensors
         space, scale = Workspace(q), self.weighting.scale
-        of_q, of_k, of_v = (x.new_empty(x.shape) for x in (q, k, v))
-        of_coefficients = torch.zeros_like(coefficients) if with_coefficients else None
+        of_q, of_k, of_v = (
+            x.new_empty(x.shape) if is_needed else None for x, is_needed in zip(tensors[:3], needed[:3], strict=True)
+        )
+        of_coefficients = torch.zeros_like(coefficients) if needed[3] else None
 
-        def write(target: Tensor, one: Tensor, two: Tensor, source: Tensor | None) -> None:
-            """Write a product of matrices to a part of a gradient; see :func:`write_gradient`."""
-            result = space.take("result", target.shape)
-            torch.bmm(one, two, out=result.flatten(0, 1))
-            write_gradient(target, result, source)
+        def write(part: RowsAndHeads, of_x: Tensor | None, left: Tensor, right: Tensor, source: Tensor | None) -> None:
+            """Write a product of matrices to a part of a gradient, if it is needed; see :func:`write_gradient`."""
+            if of_x is not None:
+                target = part.of(of_x)
+                result = space.take("result", target.shape)
+                torch.bmm(left, right, out=result.flatten(0, 1))
+                write_gradient(target, result, part.of(source) if source is not None and self.relu else None)
 
         for part in self._parts(q, k):
             of_part, in_part = part.of(gradient), part.of_heads(coefficients)
@@ -164,7 +169,7 @@ class ParallelParts(NamedTuple):
             share = share.flatten(0, 1)
             products = self._products(queries, keys, space)
             weights = self._weigh(products, in_part, space.take("weights", products.shape))
-            write(part.of(of_v), weights.transpose(1, 2), share, None)
+            write(part, of_v, weights.transpose(1, 2), share, None)
             of_weights = weights  # overwrites the weights, which are no longer needed
             if scale is not None:
                 torch.bmm(share, values.transpose(1, 2), out=of_weights)
@@ -175,8 +180,8 @@ class ParallelParts(NamedTuple):
             if of_coefficients is not None:
                 _add_products(part.of_heads(of_coefficients), products, of_weights)
             of_products = self._weigh(of_weights, in_part, of_weights)
-            write(part.of(of_q), of_products, keys, part.of(q) if self.relu else None)
-            write(part.of(of_k), of_products.transpose(1, 2), queries, part.of(k) if self.relu else None)
+            write(part, of_q, of_products, keys, q)
+            write(part, of_k, of_products.transpose(1, 2), queries, k)
         return of_q, of_k, of_v, of_coefficients
 
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mhla_kernels.features import FEATURE_MAP_FLOOR
-from mhla_kernels.torch_private import is_traced, relu_gradient
+from mhla_kernels.torch_private import has_values, is_traced, relu_gradient
 
 PART = 2 * 2**20
 """Bytes of intermediate results that :func:`in_parts` holds at once, unless one batch row needs more: about a core's cache."""
@@ -74,6 +75,7 @@ def divide_attention(batch: int, heads: int, most: int) -> list[RowsAndHeads]:
         most: largest number of heads in a part, summed over its batch rows.
     """
     in_part, rows = max(1, min(heads, most)), max(1, min(batch, most // max(1, heads)))
+    in_part = -(-heads // max(1, -(-heads // in_part)))  # parts of nearly equal size
     return [
         RowsAndHeads(slice(row, row + rows), slice(head, head + in_part))
         for head in range(0, heads, in_part)
@@ -130,3 +132,22 @@ def write_gradient(target: Tensor, result: Tensor, source: Tensor | None) -> Non
         target.copy_(result)
     else:
         relu_gradient(result, source, 0, grad_input=target)
+
+
+def suits_parts(*tensors: Tensor) -> bool:
+    """Return whether attention of these tensors can be computed in parts.
+
+    They must be on a CPU. Tensors inside transformations of ``torch.func``, tensors with tangents of forward-mode
+    differentiation and traced tensors are not supported.
+    """
+    return (
+        tensors[0].device.type == "cpu"
+        and has_values(*tensors)
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not any(map(has_tangent, tensors))
+    )
+
+
+def has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor carries a tangent of forward-mode differentiation."""
+    return forward_ad.unpack_dual(x).tangent is not None
