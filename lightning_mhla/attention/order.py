@@ -93,10 +93,11 @@ class RasterOrder(TokenOrder):
 
 
 class GivenOrder(TokenOrder):
-    """Module that keeps the order of the layer's inputs, for attention that treats a token alike wherever it is in the sequence.
+    """Module that keeps the order of the layer's inputs.
 
-    In a backbone that puts the tokens of all layers into block order, this is block order. Otherwise, it is raster order. The
-    tokens of causal attention have a 1-D grid, whose block order is raster order.
+    It is for attention that treats a token alike wherever it is in the sequence. In a backbone that puts the tokens of all
+    layers into block order, the order of the inputs is block order. Otherwise, it is raster order. The tokens of causal
+    attention have a 1-D grid, whose block order is raster order.
     """
 
     @override
