@@ -22,7 +22,7 @@ from mhla_kernels.checks import check_devices, check_problem, check_span
 from mhla_kernels.cross.checks import check_cross, is_cross
 from mhla_kernels.cross_attention import cross_attention, cross_attention_matrix
 from mhla_kernels.features import FeatureMap
-from mhla_kernels.forms.attend import applies_features, attend, attention_weights
+from mhla_kernels.forms.attend import attend, attention_weights
 from mhla_kernels.forms.cost import cheapest_form
 from mhla_kernels.mixing import MixingLike
 from mhla_kernels.problem import Causal, Problem, nothing, prepare
@@ -169,8 +169,7 @@ def mhla_attention(
                 return out.contiguous()
         if form == "auto":
             form = _choose_form(problem, fused=False)
-        prepared = prepare(problem, features=not applies_features(problem, form))
-        return attend(prepared, form).to(v.dtype).contiguous()
+        return attend(problem, form).to(v.dtype).contiguous()
 
 
 def attention_matrix(

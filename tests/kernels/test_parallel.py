@@ -7,11 +7,8 @@ from typing import Any, Literal
 import pytest
 import torch
 from mhla_kernels import mhla_attention
-from mhla_kernels.checks import check_problem
 from mhla_kernels.forms import parallel as module
-from mhla_kernels.forms.attend import attend
 from mhla_kernels.forms.parallel_parts import ParallelParts
-from mhla_kernels.problem import prepare
 from oracle import relative_error
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -118,15 +115,6 @@ def test_outputs_may_be_changed_in_place(normalize: bool) -> None:
     got.mul_(2).add_(1)
     for gradient, correct in zip(torch.autograd.grad(got.sum(), leaves), expected, strict=True):
         assert torch.equal(gradient, correct)
-
-
-def test_unmapped_features_are_not_taken_for_mapped_ones() -> None:
-    q, k, v = (x.detach() for x in inputs())
-    for form, causal in (("chunked", True), ("reference", False)):
-        options: dict[str, Any] = {"block_size": 4, "feature_map": "relu", "causal": causal}
-        problem = prepare(check_problem(q, k, v, torch.rand(3, 3), **options), features=False)
-        with pytest.raises(AssertionError, match=f"{form} does not apply relu"):
-            attend(problem, form)  # type: ignore[arg-type]
 
 
 class Outside(ParallelParts):

@@ -16,38 +16,30 @@ from mhla_kernels.backend import ChosenForm, Form
 from mhla_kernels.blocks import TokenLayout, divide_up
 from mhla_kernels.forms import reference
 from mhla_kernels.forms.chunked import chunked, make_mixer
-from mhla_kernels.forms.chunked_parts import chunked_in_parts
 from mhla_kernels.forms.cost import numbers_held
 from mhla_kernels.forms.parallel import parallel
-from mhla_kernels.forms.parts import suits_parts
 from mhla_kernels.forms.spanning import chunk_tokens, spanning
-from mhla_kernels.mixing import DenseMixing, Mixing
+from mhla_kernels.mixing import Mixing
 from mhla_kernels.mixing.span import Span
-from mhla_kernels.problem import Problem, Weighting
+from mhla_kernels.problem import Problem, Weighting, prepare
 
 PART = 16 * 2**20
-"""Bytes of summaries that are held at once on a CPU, where :func:`chunked_in_parts` is not used.
+"""Bytes of summaries that are held at once on a CPU.
 
 This size fits into the CPU's cache. Memory of this size is also reused instead of being requested from the system page by page;
 see ``benchmarks.short_blocks``."""
-
-SHORTEST = 8
-"""Average number of tokens of a block from which on :func:`chunked_in_parts` is used."""
 
 
 def attend(problem: Problem, form: Form) -> Tensor:
     """Compute attention outputs ``[B, N, H, V]`` in PyTorch, with the algorithm that ``form`` names.
 
     Args:
-        problem: checked arguments, with one key head per query head, as :func:`mhla_kernels.problem.prepare` returns them. If
-            they name a feature map, :func:`applies_features` must be true.
+        problem: checked arguments.
         form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
     """
     if form == "parallel" and not problem.layout.is_open:
-        return _parallel(problem)
-    if form == "chunked" and _suits_chunked_parts(problem):
-        return _chunked_parts(problem)
-    assert problem.feature_map == "identity", f"{form} does not apply {problem.feature_map}"
+        return _parallel(prepare(problem, features=False))
+    problem = prepare(problem)
     layout = problem.layout
     # Computing a few rows at a time keeps the summaries in the CPU's cache. With packed sequences, tokens are copied for every
     # part, which pays off only if a backward pass follows.
@@ -67,18 +59,6 @@ def attend(problem: Problem, form: Form) -> Tensor:
     return reference.attend(attention_weights(problem), problem.v)
 
 
-def applies_features(problem: Problem, form: Form) -> bool:
-    """Return whether :func:`attend` applies the feature map, so that it need not be applied before.
-
-    Args:
-        problem: checked arguments.
-        form: algorithm, without ``"auto"``.
-    """
-    if form == "parallel":
-        return not problem.layout.is_open
-    return form == "chunked" and _suits_chunked_parts(problem)
-
-
 def attention_weights(problem: Problem) -> Tensor:
     """Compute the attention weights ``[B, H, N, N]`` directly from their definition.
 
@@ -96,23 +76,6 @@ def _parallel(problem: Problem) -> Tensor:
     matrix, where = problem.mixing.matrix(layout.most_blocks), layout.token_blocks(problem.q.device)
     relu = problem.feature_map == "relu"
     return parallel(problem.q, problem.k, problem.v, matrix, problem.weighting, where, where, relu)
-
-
-def _suits_chunked_parts(problem: Problem) -> bool:
-    """Return whether :func:`chunked_in_parts` computes the attention, with or without the feature map."""
-    layout, mixing = problem.layout, problem.mixing
-    if problem.weighting.causal or layout.cu_seqlens is not None or type(mixing) is not DenseMixing:
-        return False
-    tensors = problem.q, problem.k, problem.v, mixing.mixing
-    if not suits_parts(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
-        return False
-    # Products of matrices for blocks of a few tokens are slow. Sizes come last: they may be symbols while a graph is recorded.
-    return layout.tokens >= SHORTEST * layout.blocks
-
-
-def _chunked_parts(problem: Problem) -> Tensor:
-    q, k, v, mixing, layout, weighting = problem[:6]
-    return chunked_in_parts(q, k, v, mixing.matrix(layout.blocks), layout, weighting, problem.feature_map == "relu")
 
 
 def _chunked(problem: Problem) -> Tensor:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mhla_kernels.blocks import TokenBlocks
 from mhla_kernels.forms.parallel_parts import ParallelParts
-from mhla_kernels.forms.parts import has_tangent, rows_in_part, suits_parts
+from mhla_kernels.forms.parts import rows_in_part
 from mhla_kernels.forms.weights import expand_pairs
 from mhla_kernels.problem import Weighting
-from mhla_kernels.torch_private import is_batched_gradient, is_wrapped
+from mhla_kernels.torch_private import has_values, is_batched_gradient, is_wrapped
 
 
 def parallel(
@@ -51,15 +52,39 @@ def parallel(
     """
     algorithm, coefficients = ParallelParts(weighting, queries, keys, relu), expand_pairs(mixing, queries, keys)
     tensors = (q_BNHK, k_BJHK, v_BJHV, coefficients)
-    # sizes are compared last, because they may be symbols while a graph is recorded
-    if not suits_parts(*tensors) or rows_in_part(q_BNHK, q_BNHK.shape[1] * k_BJHK.shape[1]) >= (
-        len(q_BNHK) * q_BNHK.shape[2]
-    ):
+    if not _suits_parts(*tensors):
         return algorithm.at_once(*tensors)
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         out: Tensor = _InParts.apply(*tensors, algorithm)
         return out
     return algorithm.in_parts(*tensors)[0]
+
+
+def _suits_parts(q: Tensor, k: Tensor, *others: Tensor) -> bool:
+    """Return whether an attention call can be computed in parts, and would have more than one part.
+
+    The tensors must be on a CPU. Tensors inside transformations of ``torch.func``, tensors with tangents of forward-mode
+    differentiation and traced tensors are not supported.
+
+    Args:
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
+        others: all other tensors of the call.
+    """
+    tensors = (q, k, *others)
+    return (
+        q.device.type == "cpu"
+        and has_values(*tensors)
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined]
+        and not any(map(_has_tangent, tensors))
+        # last, because sizes may be symbols while a graph is recorded
+        and rows_in_part(q, q.shape[1] * k.shape[1]) < len(q) * q.shape[2]
+    )
+
+
+def _has_tangent(x: Tensor) -> bool:
+    """Return whether a tensor carries a tangent of forward-mode differentiation."""
+    return forward_ad.unpack_dual(x).tangent is not None
 
 
 class _InParts(torch.autograd.Function):
@@ -71,16 +96,15 @@ class _InParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor, algorithm: ParallelParts) -> Tensor:
         out, totals = algorithm.in_parts(q, k, v, coefficients)
-        normalize = algorithm.weighting.normalize
-        ctx.save_for_backward(q, k, v, coefficients, out if normalize else totals, totals)
+        ctx.save_for_backward(q, k, v, coefficients, out, totals)
         ctx.algorithm = algorithm
-        return out.clone() if normalize else out
+        return out.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, totals = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        is_plain = not (is_wrapped(gradient) or is_batched_gradient(gradient) or has_tangent(gradient))
+        is_plain = not (is_wrapped(gradient) or is_batched_gradient(gradient) or _has_tangent(gradient))
         if torch.is_grad_enabled() or not is_plain:
             return (*_gradients_at_once(needed, gradient, tensors, ctx.algorithm), None)
         return (*ctx.algorithm.gradients(needed, gradient, tensors, out, totals), None)

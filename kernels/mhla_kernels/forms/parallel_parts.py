@@ -3,8 +3,8 @@
 A part is one or more batch rows with all heads, or some of the heads of one batch row. Large intermediate results of a part are
 written to workspaces, which all parts share, because on a CPU the first access to newly allocated memory can take longer than
 the computation that fills it. For the same reason, the feature map is applied to one part at a time, and outputs and gradients
-are written directly in the order ``[B, N, H, D]`` in which the caller uses them. The backward pass computes the weights again,
-which is faster than reading them from memory.
+of a part are copied to their place in the order ``[B, N, H, D]`` in which the caller uses them. The backward pass computes the
+weights again, which is faster than reading them from memory.
 
 Shape letters: B batch, H heads, P heads of a part (the sum over its batch rows), N queries, J keys (N in self-attention),
 K key width, V value width.
@@ -13,17 +13,104 @@ K key width, V value width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenBlocks
-from mhla_kernels.features import rectify
-from mhla_kernels.forms.parts import RowsAndHeads, Workspace, divide_attention, rows_in_part, write_gradient
+from mhla_kernels.features import FEATURE_MAP_FLOOR, rectify
+from mhla_kernels.forms.parts import rows_in_part
 from mhla_kernels.forms.weights import hide_pairs, weigh
 from mhla_kernels.normalizer import divide
 from mhla_kernels.problem import Weighting
+from mhla_kernels.torch_private import relu_gradient
+
+
+class _RowsAndHeads(NamedTuple):
+    """Part of the attention that is computed at once: batch rows with all heads, or some of the heads of one row.
+
+    Attributes:
+        rows: slice of the batch.
+        heads: slice of the heads.
+    """
+
+    rows: slice
+    heads: slice
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return this part of a tensor ``[B, tokens, H, D]`` as a view ``[heads, rows, tokens, D]``."""
+        return x[self.rows, :, self.heads].permute(2, 0, 1, 3)
+
+    def of_heads(self, x: Tensor) -> Tensor:
+        """Select the heads of this part from coefficients ``[H, ...]`` with three axes; return others unchanged."""
+        return x if x.dim() == 2 else x[self.heads]
+
+
+def _divide(batch: int, heads: int, most: int) -> list[_RowsAndHeads]:
+    """Divide the batch rows and heads of an attention call into parts. The first part is the largest.
+
+    Args:
+        batch: number of batch rows.
+        heads: number of heads.
+        most: largest number of heads in a part, summed over its batch rows.
+    """
+    in_part, rows = max(1, min(heads, most)), max(1, min(batch, most // max(1, heads)))
+    return [
+        _RowsAndHeads(slice(row, row + rows), slice(head, head + in_part))
+        for head in range(0, heads, in_part)
+        for row in range(0, batch, rows)
+    ]
+
+
+class _Workspace:
+    """Memory that all parts of a computation share.
+
+    Args:
+        like: tensor with the dtype and the device of the memory.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        self._like, self._memory = like, dict[str, Tensor]()
+
+    def take(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return an uninitialized tensor. It is overwritten by the next one that is taken with this name.
+
+        Args:
+            name: name of the memory.
+            shape: shape of the tensor.
+        """
+        size, memory = prod(shape), self._memory.get(name)
+        if memory is None or len(memory) < size:
+            memory = self._memory[name] = self._like.new_empty(size)
+        return memory[:size].view(*shape)
+
+    def features(self, name: str, x: Tensor, relu: bool) -> Tensor:
+        """Copy queries or keys, and apply the feature map.
+
+        Args:
+            name: name of the memory for the copy.
+            x: queries or keys.
+            relu: whether the feature map is ``relu(x) + 1e-6``; otherwise, ``x`` has been mapped.
+        """
+        space = self.take(name, x.shape)
+        return torch.clamp_min(x, 0, out=space).add_(FEATURE_MAP_FLOOR) if relu else space.copy_(x)
+
+
+def _write_gradient(target: Tensor, result: Tensor, source: Tensor | None) -> None:
+    """Write the gradient of queries, keys or values to a view, after the backward pass of the feature map, if there is one.
+
+    Args:
+        target: view that is overwritten.
+        result: gradient of the mapped features, or of the values, in the shape of ``target``.
+        source: queries or keys before the feature map ``relu(x) + 1e-6``. The gradient is zero where they are at most zero, as
+            that of torch's relu; at NaN, it is ``result``. None if there is no feature map.
+    """
+    if source is None:
+        target.copy_(result)
+    else:
+        relu_gradient(result, source, 0, grad_input=target)
 
 
 class ParallelParts(NamedTuple):
@@ -68,7 +155,7 @@ class ParallelParts(NamedTuple):
             Outputs, ``[B, N, H, V]``, and the sum of each query's weights plus eps, ``[B, N, H, 1]``. Without normalization,
             the second tensor is empty.
         """
-        weighting, space = self.weighting, Workspace(q)
+        weighting, space = self.weighting, _Workspace(q)
         out_BNHV = q.new_empty(*q.shape[:3], v.shape[3])
         totals_BNH1 = q.new_empty((*q.shape[:3], 1) if weighting.normalize else 0)
         for part in self._parts(q, k):
@@ -88,10 +175,10 @@ class ParallelParts(NamedTuple):
                 part.of(totals_BNH1).copy_(totals)
         return out_BNHV, totals_BNH1
 
-    def _parts(self, q: Tensor, k: Tensor) -> list[RowsAndHeads]:
-        return divide_attention(len(q), q.shape[2], rows_in_part(q, q.shape[1] * k.shape[1]))
+    def _parts(self, q: Tensor, k: Tensor) -> list[_RowsAndHeads]:
+        return _divide(len(q), q.shape[2], rows_in_part(q, q.shape[1] * k.shape[1]))
 
-    def _products(self, q: Tensor, k: Tensor, space: Workspace) -> Tensor:
+    def _products(self, q: Tensor, k: Tensor, space: _Workspace) -> Tensor:
         """Compute the products ``[P, N, J]`` of queries ``[P, N, K]`` and keys ``[P, J, K]``.
 
         Products of pairs whose query must not attend to the key are zero.
@@ -140,19 +227,19 @@ class ParallelParts(NamedTuple):
             totals: sums of the weights of each query plus eps.
         """
         q, k, v, coefficients = tensors
-        space, scale = Workspace(q), self.weighting.scale
+        space, scale = _Workspace(q), self.weighting.scale
         of_q, of_k, of_v = (
             x.new_empty(x.shape) if is_needed else None for x, is_needed in zip(tensors[:3], needed[:3], strict=True)
         )
         of_coefficients = torch.zeros_like(coefficients) if needed[3] else None
 
-        def write(part: RowsAndHeads, of_x: Tensor | None, left: Tensor, right: Tensor, source: Tensor | None) -> None:
-            """Write a product of matrices to a part of a gradient, if it is needed; see :func:`write_gradient`."""
+        def write(part: _RowsAndHeads, of_x: Tensor | None, left: Tensor, right: Tensor, source: Tensor | None) -> None:
+            """Write a product of matrices to a part of a gradient, if it is needed; see :func:`_write_gradient`."""
             if of_x is not None:
                 target = part.of(of_x)
                 result = space.take("result", target.shape)
                 torch.bmm(left, right, out=result.flatten(0, 1))
-                write_gradient(target, result, part.of(source) if source is not None and self.relu else None)
+                _write_gradient(target, result, part.of(source) if source is not None and self.relu else None)
 
         for part in self._parts(q, k):
             of_part, in_part = part.of(gradient), part.of_heads(coefficients)
