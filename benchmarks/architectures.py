@@ -12,7 +12,6 @@ times and multiply-adds, it has the growth per pixel from the smallest size to t
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.machine import describe, milliseconds
 from benchmarks.paper.study import markdown
 from lightning_mhla import AttentionConfig
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.vision import VLT, StageConfig
 from lightning_mhla.vision.stages import RAVLT
 
@@ -198,7 +197,7 @@ def main() -> None:
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         content = {"machine": describe(device), "rows": rows}
-        write_whole(args.out / f"architectures-{device.type}.json", json.dumps(content, indent=2) + "\n")
+        write_json(args.out / f"architectures-{device.type}.json", content, indent=2)
     print(table(rows))
 
 

@@ -11,7 +11,6 @@ is the longest.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import tempfile
@@ -30,7 +29,7 @@ from rich.table import Table
 from benchmarks.loss_identity import CONFIGS, ROOT, STEPS, first_losses
 from benchmarks.machine import describe
 from benchmarks.throughput import SMALL, measure_or_halve
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 LEARNING_RATE = 0.1
 """Factor by which the learning rate of a configuration is multiplied."""
@@ -124,7 +123,7 @@ def main() -> None:
                     first_losses(pretraining, args.steps, Path(scratch) / pretraining / "eager", None)
             rows.append(fits(config, args.steps, Path(scratch) / config, start) | step_times(config, args.runs))
             content = {"machine": describe(torch.device("cpu")), "rows": rows}
-            write_whole(args.out / "compilation-cpu.json", json.dumps(content, indent=1) + "\n")
+            write_json(args.out / "compilation-cpu.json", content, indent=1)
     print_table(rows, Console(width=150))
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -43,7 +42,7 @@ from benchmarks.machine import describe
 from lightning_mhla import BlockLayout, CrossAttentionConfig, swap_attention
 from lightning_mhla.attention import CrossProjections, build_cross_attention
 from lightning_mhla.generative.flow import draw_flow_times, flow_point
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 MODEL: dict[str, Any] = {
     "in_channels": 3, "out_channels": 3, "num_attention_heads": 4, "attention_head_dim": 16, "num_layers": 4,
@@ -417,7 +416,7 @@ def write_result(path: Path, result: dict[str, Any], tables: dict[str, list[list
             table.add_row(*row)
         console.print(table)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, json.dumps(result, indent=1) + "\n")
+    write_json(path, result, indent=1)
     console.print(f"written: {path}")
 
 

@@ -60,7 +60,7 @@ from benchmarks.machine import describe
 from benchmarks.throughput import build as build_configured
 from lightning_mhla import GenerationCache
 from lightning_mhla.attention.base import Attention
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 ROOT = Path(__file__).parents[1]
 Work = Callable[[], float]
@@ -385,7 +385,7 @@ def main() -> None:
             medians = (f"{median(side):.3f}" for side in zip(*pairs, strict=True))
             table.add_row(name, *medians, f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
             content = {"machine": describe(torch.device("cpu")), "rows": rows}
-            write_whole(options.out / "everyday-cpu.json", json.dumps(content, indent=1) + "\n")
+            write_json(options.out / "everyday-cpu.json", content, indent=1)
     console.print(table)
     for row in rows:
         if "profile" in row:

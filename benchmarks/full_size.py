@@ -9,7 +9,6 @@ training step. Each time is a median, after two warm-up calls.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 Row = dict[str, Any]
 
@@ -213,4 +212,4 @@ def run(case: FullSize, name: str, out: Path | None, described: Mapping[str, Any
     print(table(rows))
     if out is not None:
         result = {"machine": describe(device), "layers": case.layers, **described, "rows": rows}
-        write_whole(out / f"{name}-{'cuda' if cuda else 'meta'}.json", json.dumps(result, indent=2) + "\n")
+        write_json(out / f"{name}-{'cuda' if cuda else 'meta'}.json", result, indent=2)

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 ROOT = Path(__file__).parents[1]
 GOAL = 2.0
@@ -243,10 +243,10 @@ def main() -> None:
             console.print(f"{name}: done on {done[name]['date']}", highlight=False)
             continue
         done[name] = run(name, all_parts[name], out, console)
-        write_whole(path, json.dumps({"machine": machine, "parts": done}, indent=1) + "\n")
+        write_json(path, {"machine": machine, "parts": done}, indent=1)
     rows = goals(out)
     if rows:
-        write_whole(out / "goals.json", json.dumps({"machine": machine, "goal": GOAL, "rows": rows}, indent=1) + "\n")
+        write_json(out / "goals.json", {"machine": machine, "goal": GOAL, "rows": rows}, indent=1)
         print_goals(rows, console)
     failed = [name for name in args.only or all_parts if done[name]["status"]]
     console.print(

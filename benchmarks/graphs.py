@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from benchmarks.machine import describe, milliseconds
 from lightning_mhla import AttentionConfig, swap_attention
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 SIZES = 2
 
@@ -340,7 +340,7 @@ def main() -> None:
     if args.before is not None:
         older = older_rows(args.before, names, args.seconds)
         content["before"] = {"commit": _commit(args.before), "rows": older}
-    write_whole(args.out / "graphs-cpu.json", json.dumps(content, indent=1) + "\n")
+    write_json(args.out / "graphs-cpu.json", content, indent=1)
     print_table(rows, older, Console(width=150))
 
 

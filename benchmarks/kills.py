@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import os
 import random
 import signal
@@ -30,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json, write_whole
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
@@ -333,7 +332,7 @@ def main() -> None:
             show(rows)
             if options.out:
                 result = {"machine": describe(torch.device("cpu")), "save_every_n_steps": SAVE_EVERY, "runs": rows}
-                write_whole(options.out / "kills.json", json.dumps(result, indent=1) + "\n")
+                write_json(options.out / "kills.json", result, indent=1)
     if any(row["losses_that_differ"] or row["tensors_and_values_that_differ"] for row in rows.values()):
         raise SystemExit("error: a killed run did not end like the undisturbed one")
 

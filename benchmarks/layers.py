@@ -11,7 +11,6 @@ token as a sink, as ``lightning linearize`` sets it. The kinds alternate, and me
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +24,7 @@ from rich.table import Table
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig, BlockLayout
 from lightning_mhla.attention import build_attention
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 KINDS = {
     "softmax": AttentionConfig(kind="softmax"),
@@ -115,7 +114,7 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         content = {**describe(torch.device("cpu")), "width": DIM, "heads": HEADS, "blocks": BLOCKS, "rows": rows}
-        write_whole(options.out / "layers-cpu.json", json.dumps(content, indent=1) + "\n")
+        write_json(options.out / "layers-cpu.json", content, indent=1)
 
 
 if __name__ == "__main__":

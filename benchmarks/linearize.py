@@ -10,7 +10,6 @@ grows linearly with the depth, so larger depths are extrapolated.
 from __future__ import annotations
 
 import argparse
-import json
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,7 @@ from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig, swap_attention
 from lightning_mhla.swap import transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 SIZES: dict[str, Any] = {
     "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -196,7 +195,7 @@ def main() -> None:
         print(f"{row['step']}: {row['peak_bytes'] / 2**30:.2f} GiB")
     if args.out is not None:
         result = {"machine": describe(torch.device("cpu")), "layers": args.layers, "tokens": args.tokens, "rows": rows}
-        write_whole(args.out / "llama-1b-linearize-meta.json", json.dumps(result, indent=1) + "\n")
+        write_json(args.out / "llama-1b-linearize-meta.json", result, indent=1)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch
 import yaml
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 ROOT = Path(__file__).parents[1]
 STEPS = 50
@@ -141,7 +141,7 @@ def main() -> None:
     reference: dict[str, Any] = json.loads(args.reference.read_text()) if args.reference.exists() else {}
     if args.write:
         losses_by_config = {**reference.get("losses", {}), **measured}
-        write_whole(args.reference, json.dumps({"machine": machine, "losses": losses_by_config}, indent=1) + "\n")
+        write_json(args.reference, {"machine": machine, "losses": losses_by_config}, indent=1)
         return
     if not reference:
         raise SystemExit(f"error: {args.reference} does not exist; create it with --write")

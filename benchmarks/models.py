@@ -28,7 +28,7 @@ from mhla_tasks.diffusion.process import ProcessConfig, make_process
 
 from benchmarks.machine import describe
 from lightning_mhla import AttentionConfig
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 KINDS = ("softmax", "linear", "mhla")
 MODELS = {"S/2": "S", "XL/2": "XL"}
@@ -203,7 +203,7 @@ def main() -> None:
                 rows.append(measure_apart(model, pixels, kind, images, device, args.seconds))
                 rows.sort(key=lambda row: (list(MODELS).index(row["model"]), row["pixels"], KINDS.index(row["kind"])))
                 if path is not None:
-                    write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+                    write_json(path, {"machine": machine, "rows": rows}, indent=2)
     print(table(rows))
 
 

@@ -35,7 +35,7 @@ from benchmarks.machine import describe
 from lightning_mhla import load_swapped
 from lightning_mhla.data.images import decode_file
 from lightning_mhla.swap import resize_blocks, swapped_layers
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.training.neighbors import EmbeddingPairs
 
 TOKENS = {64: 2000, 128: 2000, 512: 605}
@@ -235,4 +235,4 @@ def main() -> None:
         results = compare_images(models, options.photos, options.blocks)
     file = options.out / "real-encoders" / f"{options.linearized.name}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(file, json.dumps({**describe(torch.device("cpu")), "results": results}, indent=1) + "\n")
+    write_json(file, {**describe(torch.device("cpu")), "results": results}, indent=1)

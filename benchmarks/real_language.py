@@ -46,7 +46,7 @@ from lightning_mhla.attention.inputs import AttentionInputs
 from lightning_mhla.swap import layer_costs, swapped_layers, transfer_loss
 from lightning_mhla.swap.adapters import LoraOptions, choose_trained
 from lightning_mhla.system.figures import make_panels
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.modes import evaluation_mode
 
 WINDOW: dict[str, Any] = {"kind": "mhla_window", "block_size": 128, "mixing": "exponential", "feature_map": "learned"}
@@ -417,7 +417,7 @@ def run_row(
 
 def write_row(file: Path, row: dict[str, Any]) -> None:
     """Write the results of a row and a description of the machine as JSON."""
-    write_whole(file, json.dumps({**describe(torch.device("cpu")), **row}, indent=1) + "\n")
+    write_json(file, {**describe(torch.device("cpu")), **row}, indent=1)
 
 
 def describe_row(name: str, options: argparse.Namespace) -> str:

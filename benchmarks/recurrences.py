@@ -9,7 +9,6 @@ The peer is the chunked reference if there is one, else the recurrence (GLA) or 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn import functional as F
 
 from benchmarks.machine import describe, milliseconds
 from lightning_mhla.attention import gated_delta_rule, gated_linear_attention, retention, state_space_dual
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 Call = Callable[..., Any]
 
@@ -165,7 +164,7 @@ def main() -> None:
     print(table(rows))
     if args.out:
         result = {"machine": describe(torch.device("cpu")), "tokens": args.tokens, "rows": rows}
-        write_whole(args.out / "recurrences-cpu.json", json.dumps(result, indent=2) + "\n")
+        write_json(args.out / "recurrences-cpu.json", result, indent=2)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ products is masked. All measurements alternate, and medians of the runs are comp
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe
 from benchmarks.shapes import SMALL, Shape, inputs
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 
 def products(shape: Shape) -> dict[str, Callable[[], list[Tensor]]]:
@@ -119,7 +118,7 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         content = {"machine": describe(torch.device("cpu")), "rows": rows}
-        write_whole(options.out / "roofline-cpu.json", json.dumps(content, indent=1) + "\n")
+        write_json(options.out / "roofline-cpu.json", content, indent=1)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ and ring attention moves k and v once more and their gradients in float32.
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 
 class LayerShape(NamedTuple):
@@ -102,7 +101,7 @@ def main() -> None:
     Console(width=130).print(table)
     if options.out:
         result = {"machine": describe(torch.device("cpu")), "rows": rows}
-        write_whole(options.out / "sequence-parallel.json", json.dumps(result, indent=1) + "\n")
+        write_json(options.out / "sequence-parallel.json", result, indent=1)
 
 
 if __name__ == "__main__":

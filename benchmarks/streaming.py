@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import socket
 import subprocess
 import sys
@@ -29,7 +28,7 @@ from torchvision.transforms import v2
 from benchmarks.machine import describe
 from lightning_mhla.data import ResumableLoader, ShardOptions, ShardSets, write_shards
 from lightning_mhla.data.images import ShardImages
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 SIDE, BATCH, WINDOW = 320, 64, 4
 
@@ -87,7 +86,7 @@ def main() -> None:
         f"the disk, {medians['streamed']:,} from a server with cache_bytes={total // 10} ({100 * medians['ratio']:.1f}%)"
     )
     if args.out is not None:
-        write_whole(args.out / "streaming-cpu.json", json.dumps(result, indent=1) + "\n")
+        write_json(args.out / "streaming-cpu.json", result, indent=1)
 
 
 def _members(index: int) -> dict[str, Any]:

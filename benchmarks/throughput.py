@@ -39,7 +39,7 @@ from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.machine import describe
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
@@ -297,7 +297,7 @@ def main() -> None:
             if (name, compiled, batch_size, args.steps) not in done:
                 result = measure_or_halve(name, batch_size, compiled, args.steps)
                 rows.append({**result, "asked": batch_size, "steps": args.steps})
-                write_whole(path, json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
+                write_json(path, {"machine": machine, "rows": rows}, indent=1)
     print_table(rows, Console(width=150))
     sys.exit(1 if any("failed" in row for row in rows) else 0)
 

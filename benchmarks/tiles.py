@@ -11,7 +11,6 @@ interpreted at one small size, as a test of this program.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.attention import TERMS
 from benchmarks.machine import describe, milliseconds
 from benchmarks.shapes import LENGTHS, MODELS, Shape, inputs
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 TINY = Shape("tiny", 1, 1, 32, 8, 16, 16, True)
 SHORT = Shape("LM 340M, 2k, C=16", 16, 4, 2048, 16, 128, 256, True)
@@ -234,7 +233,7 @@ def main() -> None:
     console.print(f"{len(rows)} of {len(todo)} measured", highlight=False)
     args.out.mkdir(parents=True, exist_ok=True)
     result = args.out / f"tiles-{device.type}.json"
-    write_whole(result, json.dumps({"machine": describe(device), "profiles": profiles, "rows": rows}, indent=1) + "\n")
+    write_json(result, {"machine": describe(device), "profiles": profiles, "rows": rows}, indent=1)
     console.print(f"written: {result}", highlight=False, soft_wrap=True)
 
 

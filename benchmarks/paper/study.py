@@ -17,7 +17,7 @@ from lightning import LightningDataModule, LightningModule, Trainer
 
 from benchmarks.machine import describe
 from benchmarks.paper.runs import newest_checkpoint, slug, train
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 Row = dict[str, Any]
 
@@ -118,7 +118,7 @@ class Study:
             result: Row = {"study": self.name, "config": self.config, "options": [*self.options, *more]}
             result["variants"] = {key: list(value) for key, value in self.variants.items()}
             result["rows"] = [*self.rows(results), row]
-            write_whole(file, json.dumps(result, indent=1) + "\n")
+            write_json(file, result, indent=1)
 
     def has(self, variant: str, seed: int, results: Path) -> bool:
         """Return whether the result of a run exists.

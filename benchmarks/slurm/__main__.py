@@ -10,7 +10,6 @@ submitted with docker/slurm/train.sbatch. The losses of all starts of the job mu
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import signal
@@ -29,7 +28,7 @@ from benchmarks.slurm.cluster import Cluster
 from benchmarks.slurm.installation import SlurmUnavailable, find_or_unpack
 from benchmarks.slurm.job import SlurmJob
 from lightning_mhla.data.tables import default_cache
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 
 STEPS = 1200
 
@@ -255,7 +254,7 @@ def main() -> None:
                     show(rows)
                     if options.out:
                         result = {"machine": describe(torch.device("cpu")), "steps": STEPS, "faults": rows}
-                        write_whole(options.out / "slurm.json", json.dumps(result, indent=1) + "\n")
+                        write_json(options.out / "slurm.json", result, indent=1)
         except SlurmUnavailable as error:
             raise SystemExit(f"error: {error}") from error
     if any(row["state"] != "COMPLETED" or row["losses_that_differ"] for row in rows.values()):

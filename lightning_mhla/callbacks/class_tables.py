@@ -133,8 +133,8 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
             raise ValueError("a picture is not base64")
         label, predicted = html.escape(names[mistake["label"]]), html.escape(names[mistake["predicted"]])
         text = (
-            f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {float(mistake['probability']):.1%}<br>"
-            f"{label}: {float(mistake['label_probability']):.1%}"
+            f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {_share(mistake['probability'])}<br>"
+            f"{label}: {_share(mistake['label_probability'])}"
         )
         if name := mistake.get("name"):  # runs of earlier versions have none
             text += f'<br><span class="muted">{html.escape(without_controls(str(name)))}</span>'
@@ -147,3 +147,8 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
         "objects, and cuts that hide the object, before you change the model."
     )
     return f'<h3>Worst mistakes</h3><p class="muted">{note}</p><div class="mistakes">{"".join(figures)}</div>'
+
+
+def _share(probability: float | None) -> str:
+    """Format a probability; None is NaN, which the file cannot hold."""
+    return "NaN" if probability is None else f"{float(probability):.1%}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -22,7 +21,7 @@ from lightning_mhla.callbacks.next_steps import NextStep, next_steps
 from lightning_mhla.callbacks.originals import RECORD, original_scores, pretrained_weights
 from lightning_mhla.callbacks.page import PAGE, write_page
 from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_steps
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, is_trial, run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
@@ -173,7 +172,7 @@ class RunReport(Callback):
             "versions": versions(),
         }
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / RECORD, json.dumps(record, indent=1) + "\n")
+        write_json(folder / RECORD, record, indent=1)
         training = {name: points for name, points in self.points.items() if name not in metrics}
         write_page(folder, checkpoints, record, training)
         self._next = next_steps(folder, checkpoints, record)

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from lightning_mhla.checkpoints.sharded import LAYOUT, MANIFEST, REST, check_sharded, checksum, load_rest
 from lightning_mhla.checkpoints.sharded_layout import pack_layout, unpack_layout
 from lightning_mhla.system.checkpoint_private import EmptyStateDictLoadPlanner, load_state_dict, set_element
-from lightning_mhla.system.files import beside, exchange, flush, remove, write_whole
+from lightning_mhla.system.files import beside, exchange, flush, remove, write_json
 from lightning_mhla.system.untrusted import BROKEN, read_json, reason
 
 
@@ -85,7 +85,7 @@ def save_sharded(path: Path, tensors: dict[str, Any], other_entries: dict[str, A
         listed = {name: facts for _, part in parts for name, facts in part.items()}
         try:
             # Last, because a folder counts as complete once it has a manifest.
-            write_whole(aside / MANIFEST, json.dumps(listed, indent=1))
+            write_json(aside / MANIFEST, listed, indent=1)
             exchange(aside, path)
         except OSError:
             remove(aside)

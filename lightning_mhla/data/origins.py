@@ -26,7 +26,7 @@ from rich.progress import track
 
 from lightning_mhla.data.lines import iterate_lines
 from lightning_mhla.data.tables import INDEX, load_table
-from lightning_mhla.system.files import write_whole, written_whole
+from lightning_mhla.system.files import write_json, written_whole
 from lightning_mhla.system.listing import is_file_name, is_visible, shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json
@@ -338,7 +338,7 @@ def _digest(path: Path) -> str:
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
     """Write the options and origins of shards to the file that is read on resume, and the options to a readable JSON file."""
     shards.folder.mkdir(parents=True, exist_ok=True)
-    write_whole(shards.manifest, json.dumps({**options, "samples": len(lines)}) + "\n")
+    write_json(shards.manifest, {**options, "samples": len(lines)})
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:
         for line in (options, *lines):
             stream.write(json.dumps(line) + "\n")

@@ -29,7 +29,7 @@ class GenerativeModule(TrainingModule):
 
     def __init__(self, training: TrainingOptions) -> None:
         super().__init__(training)
-        self.val_loss, self.val_samples = MeanMetric(), SumMetric()
+        self.val_loss, self.val_samples = MeanMetric(nan_strategy="disable"), SumMetric()
 
     @abstractmethod
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:

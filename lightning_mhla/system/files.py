@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import re
 import secrets
@@ -10,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 UNFINISHED = re.compile(r"(.+)\.mhla-[0-9a-f]{12}\.\d+\.part", re.DOTALL)
 """Pattern of the temporary names that :func:`beside` gives to files and folders while they are written; the group is the final
@@ -36,6 +39,31 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def to_json(value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
+    """Format a value as JSON that every parser reads: NaN and infinity, which JSON does not have, become ``null``.
+
+    Args:
+        value: nested dicts, lists, strings, numbers, booleans and None.
+        indent: number of spaces per level; None for a single line.
+        default: function that replaces a value of a different type; None to raise TypeError.
+    """
+    return json.dumps(_without_nan(value), indent=indent, default=default, allow_nan=False)
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace NaN and infinity in nested dicts, lists and tuples by None."""
+    if isinstance(value, dict):
+        return {name: _without_nan(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_json(path: Path, value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> None:
+    """Write a value to a JSON file atomically, and create missing folders; see :func:`to_json` for the other arguments."""
+    write_whole(path, to_json(value, indent, default) + "\n")
 
 
 @contextmanager

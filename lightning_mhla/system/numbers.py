@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 DIGITS = 4
 """Number of significant digits of a number that has no spread (standard deviation)."""
@@ -81,12 +80,3 @@ def plural(count: int, noun: str, many: str = "") -> str:
         many: plural of the noun; empty for the singular with an ``s``.
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"
-
-
-def without_nan(value: Any) -> Any:
-    """Replace NaN and infinity in nested dicts and lists by None, because JSON cannot represent them."""
-    if isinstance(value, dict):
-        return {name: without_nan(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -142,7 +142,9 @@ class LinearizedEncoder(TrainingModule):
         self.pairs = nn.ModuleDict({stage: EmbeddingPairs() for stage in stages})
         self.means = nn.ModuleDict(
             {
-                stage: nn.ModuleDict({name: MeanMetric() for name in ("loss", "cosine", "token_cosine")})
+                stage: nn.ModuleDict(
+                    {name: MeanMetric(nan_strategy="disable") for name in ("loss", "cosine", "token_cosine")}
+                )
                 for stage in stages
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from lightning_mhla.callbacks.recovery import Recovery, RunStopped
 from lightning_mhla.callbacks.report import RunReport
 from lightning_mhla.checkpoints.io import check_entries
 from lightning_mhla.checkpoints.weights import LIVE
+from lightning_mhla.system.files import write_json
 
 
 class Line(LightningModule):
@@ -216,6 +218,19 @@ def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
     environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, timeout=120)
     assert (tmp_path / "page.html").read_bytes() == "café".encode()
+
+
+def test_numbers_that_json_lacks_are_null_in_files(tmp_path: Path) -> None:
+    write_json(tmp_path / "new/results.json", {"fid": math.nan, "curve": [(1, math.inf), (2, 0.5)]}, indent=1)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    text = (tmp_path / "new/results.json").read_text()
+    assert json.loads(text, parse_constant=refuse) == {"fid": None, "curve": [[1, None], [2, 0.5]]}
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "new/results.json", {"path": tmp_path})
+    assert (tmp_path / "new/results.json").read_text() == text
 
 
 class Manual(Line):

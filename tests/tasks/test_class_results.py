@@ -7,6 +7,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,6 +125,30 @@ def test_normalized_images_are_shown_with_their_colors() -> None:
     gray = picture(encoded_picture(torch.tensor([[[-1.0, 3.0]]]), None))
     assert [gray.getpixel((x, 0)) for x in (0, 1)] == [0, 255], "without preprocessing, values are stretched"
     assert picture(encoded_picture(torch.rand(5, 4, 4), None)).mode == "L"
+
+
+def test_predictions_of_nan_are_named_and_the_file_is_valid(tmp_path: Path) -> None:
+    model = ImageClassifier(
+        AttentionConfig(block_grid=[2, 2]), num_classes=10, image_size=8, channels=1,
+        shape=VisionShape(patch_size=4, dim=8, depth=1, heads=1),
+    )  # fmt: skip
+
+    def overflow(network: nn.Module, inputs: Any, scores: torch.Tensor) -> torch.Tensor:
+        return scores if network.training else scores.index_fill(0, torch.tensor([1]), torch.nan)
+
+    model.network.register_forward_hook(overflow)
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, limit_train_batches=1, logger=CSVLogger(tmp_path), callbacks=[RunReport()],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, Digits())
+    folder = Path(str(trainer.log_dir))
+    text = (folder / "classes.json").read_text()
+    assert "NaN" not in text
+    assert None in {mistake["probability"] for mistake in json.loads(text)["mistakes"]}
+    losses = json.loads((folder / "run.json").read_text())["metrics"]["val/loss"]
+    assert [value for _, value in losses] == [None], "one batch of several is not NaN, but the mean is"
+    assert re.search(r"taken for <b>\w+</b><br>\w+: NaN<br>\w+: NaN", (folder / "report.html").read_text())
 
 
 def test_without_a_report_no_results_are_written(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -20,7 +19,7 @@ from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, 
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
 from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble, extract, image_set, read_set, score
 from lightning_mhla.generative.images import to_pixels
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import to_json, write_whole
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
@@ -230,7 +229,7 @@ class GenerationMetrics(SampleGrid):
         }
         # After a resume from an earlier step, this drops the results of steps that are run again.
         self.rows = [*(earlier for earlier in self.rows if earlier["step"] < step), row]
-        write_whole(folder / f"{self.name}.jsonl", "".join(json.dumps(redacted(line)) + "\n" for line in self.rows))
+        write_whole(folder / f"{self.name}.jsonl", "".join(to_json(redacted(line)) + "\n" for line in self.rows))
         self.log_values(trainer, self.name, scores.values)
         self._show(trainer, module, folder, grid)
         sampler = f"{drawn['sampler']} {drawn['sampling_steps']} steps, guidance {drawn['guidance']:g}"

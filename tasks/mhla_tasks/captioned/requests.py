@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.sharded import is_sharded
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import to_json, write_json, write_whole
 from lightning_mhla.system.folders import run_folder, shown_place
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
@@ -196,7 +196,7 @@ class SampleFolder(Callback):
                 f"{path.name}); choose a different --model.output"
             )
         if trainer.is_global_zero:
-            write_whole(path, json.dumps(origin, indent=2) + "\n")
+            write_json(path, origin, indent=2)
 
     def missing(self, rows: list[Row]) -> list[int]:
         """Find the samples whose files do not exist yet.
@@ -233,7 +233,7 @@ class SampleFolder(Callback):
             with (self.folder / f"{self.kind}.jsonl").open(
                 "a"
             ) as stream:  # a line break first: a stop may have cut the last line
-                stream.write("\n" + json.dumps({**row, **self.describe(pixels)}) + "\n")
+                stream.write("\n" + to_json({**row, **self.describe(pixels)}) + "\n")
             self.write(self.folder / self.kind / row["file"], pixels, pl_module)
             if len(self._shown) < SHOWN:
                 self._shown.append((row["prompt"], pixels))
@@ -248,7 +248,7 @@ class SampleFolder(Callback):
             return
         # A stop between line and file leads to a second line for the file, which replaces the first.
         rows = sorted({row["file"]: row for row in self._lines()}.values(), key=lambda row: row["index"])
-        write_whole(self.folder / f"{self.kind}.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        write_whole(self.folder / f"{self.kind}.jsonl", "".join(to_json(row) + "\n" for row in rows))
         if self._shown:
             self.show(self._shown, self.folder / f"{self.kind}.png")
         if not rows:

@@ -263,7 +263,7 @@ def _metrics(num_classes: int) -> MetricCollection:
     """Build the evaluation metrics: accuracy, top-5 accuracy (for more than five classes), mean loss and number of samples."""
     metrics: dict[str, Metric | MetricCollection] = {
         "accuracy": MulticlassAccuracy(num_classes, average="micro"),
-        "loss": MeanMetric(),
+        "loss": MeanMetric(nan_strategy="disable"),
         "samples": SumMetric(),
     }
     if num_classes > 5:

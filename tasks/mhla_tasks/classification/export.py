@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_mhla.data.classes import write_classes
 from lightning_mhla.swap import SAVED, save_swapped
 from lightning_mhla.swap.adapters import merge_adapters
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.classification.base import Classifier
 from mhla_tasks.classification.timm import TimmClassifier
@@ -103,7 +102,7 @@ def write(module: Classifier | LinearizedImageEncoder, folder: Path) -> None:
             "class_names": module.class_names,
             "preprocessing": preprocessing,
         }
-        write_whole(folder / "config.json", json.dumps(config, indent=2) + "\n")
+        write_json(folder / "config.json", config, indent=2)
     else:
         merge_adapters(module.network)
         _write_timm(module.network, folder, module.class_names, _data_config(preprocessing))

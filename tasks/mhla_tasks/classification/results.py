@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import heapq
 import io
-import json
 from collections import Counter
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.nn import functional as F
 
 from lightning_mhla.callbacks.class_tables import CLASSES
 from lightning_mhla.data.images import LabelledFolder, ShardImages
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import gather_rows, is_run_folder, run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.vision.preprocessing import Preprocessing
@@ -114,7 +113,7 @@ class ClassResults(Callback):
             ],
         }
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(content) + "\n")
+        write_json(path, content)
 
 
 def _sample_name(trainer: Trainer, index: int) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
@@ -19,7 +18,8 @@ from lightning_mhla.generative.fidelity.features import (
     fingerprint,
 )
 from lightning_mhla.generative.fidelity.scores import read_set, score
-from lightning_mhla.system.numbers import rounded, without_nan
+from lightning_mhla.system.files import to_json
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.processes import process_device
 from mhla_tasks.commandline.console import harmless
 
@@ -72,7 +72,7 @@ def print_scores(scores: dict[str, Any], title: str, as_json: bool) -> None:
         as_json: whether to print JSON instead of a table.
     """
     if as_json:
-        sys.stdout.write(json.dumps(without_nan(scores)) + "\n")
+        sys.stdout.write(to_json(scores) + "\n")
         return
     table = Table("metric", "value", title=escape(harmless(title)), caption="\n".join(scores["marks"]))
     for name, value in scores.items():

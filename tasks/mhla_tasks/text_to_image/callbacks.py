@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_mhla.system.figures import log_figure
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import to_json, write_whole
 from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
@@ -116,7 +116,7 @@ class SceneScores(ImagePictures):
         lines = path.read_text().splitlines() if path.exists() else []
         # A run that resumes from an earlier step evaluates later steps again; their old lines are dropped.
         earlier_lines = [line for line in lines if json.loads(line)["step"] < step]
-        line = json.dumps({"step": step, "images": len(samples), "seed": self.seed, **scores})
+        line = to_json({"step": step, "images": len(samples), "seed": self.seed, **scores})
         write_whole(path, "\n".join([*earlier_lines, line]) + "\n")
         self.log_values(trainer, "scenes", scores)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_mhla.callbacks.report import RECORD
+from lightning_mhla.system.files import to_json
 from lightning_mhla.system.listing import shown
-from lightning_mhla.system.numbers import without_nan
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.curves import draw, drawn_metrics
 from mhla_tasks.tools.comparison.formats import as_csv, as_latex, as_markdown, print_table
@@ -62,7 +61,7 @@ def compare(
             "markdown": lambda: as_markdown(table),
             "csv": lambda: as_csv(table, groups),
             "latex": lambda: as_latex(table),
-            "json": lambda: json.dumps(without_nan(as_json(runs, metrics)), indent=1, default=str) + "\n",
+            "json": lambda: to_json(as_json(runs, metrics), indent=1, default=str) + "\n",
         }
         sys.stdout.write(texts[form]())
         sys.stderr.write("".join(f"{remark}\n" for remark in map(harmless, remarks(groups))))

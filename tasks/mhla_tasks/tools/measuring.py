@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -155,11 +154,11 @@ def layers(parser: ArgumentParser) -> Run:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
     def run(args: Namespace) -> None:
-        from lightning_mhla.system.numbers import without_nan
+        from lightning_mhla.system.files import to_json
         from mhla_tasks.tools import layer_costs
 
         costs = layer_costs.measure(args.checkpoint, args.keep, args.batches, args.accelerator)
-        sys.stdout.write(json.dumps(without_nan(costs), indent=1) + "\n" if args.json else layer_costs.table(costs))
+        sys.stdout.write(to_json(costs, indent=1) + "\n" if args.json else layer_costs.table(costs))
 
     return run
 

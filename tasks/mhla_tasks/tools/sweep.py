@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 import re
 import shlex
@@ -41,7 +40,7 @@ from rich.text import Text
 from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json, write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
 from lightning_mhla.system.untrusted import read_json
@@ -404,8 +403,8 @@ def _begin(folder: Path, line: CommandLine) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if record := _stored(folder / RECORD):
         # Otherwise a run that is trained again with other options would count as finished if it is interrupted.
-        write_whole(folder / RECORD, json.dumps({**record, "finished": False}, indent=1) + "\n")
-    write_whole(folder / STARTED, json.dumps(_saved_arguments(line)) + "\n")
+        write_json(folder / RECORD, {**record, "finished": False}, indent=1)
+    write_json(folder / STARTED, _saved_arguments(line))
 
 
 def _finished(folder: Path, line: CommandLine) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -14,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.captioned.requests import SHOWN, Row, SampleFolder
 from mhla_tasks.video.clips import write_clip
@@ -110,7 +109,7 @@ class ContinuationWriter(ClipWriter):
             ],
             "state_bytes": rows[0]["state_bytes"],
         }
-        write_whole(self.folder / f"{self.kind}-by-frame.json", json.dumps(by_frame) + "\n")
+        write_json(self.folder / f"{self.kind}-by-frame.json", by_frame)
         seconds, sizes, console = by_frame["seconds"], by_frame["state_bytes"], Console(soft_wrap=True, highlight=False)
         length = trained
         while start < length <= start + len(seconds):

@@ -62,6 +62,9 @@ def test_samples_that_fill_up_a_batch_do_not_count(whole: Path, monkeypatch: pyt
         losses.append(float(module.val_loss.compute()))
         assert module.val_samples.compute() == 2
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    samples["image"][0] = torch.nan
+    module.validation_step({**samples, "valid": torch.ones(3, dtype=torch.bool)}, 0)
+    assert module.val_loss.compute().isnan(), "a mean of the other samples would look like a good result"
 
 
 def test_validation_is_the_same_each_time_and_counts_every_sample(whole: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +18,7 @@ from lightning_mhla.callbacks.averaging import evaluation_weights
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.commandline.console import harmless
@@ -143,7 +142,7 @@ class LMEval(PeriodicEvaluation):
         record = {"step": trainer.global_step, "scores": self.scores, "versions": results.get("versions", {})}
         record["num_fewshot"] = results.get("n-shot", {})
         path = folder / "lm_eval" / f"step{trainer.global_step:07d}.json"
-        write_whole(path, json.dumps(record, indent=2, default=str) + "\n")
+        write_json(path, record, indent=2, default=str)
         table = Table("task", "metric", "value", title=f"lm-evaluation-harness, step {trainer.global_step}")
         for name, value in self.scores.items():
             table.add_row(*(escape(harmless(part)) for part in name.split("/", 1)), rounded(value))

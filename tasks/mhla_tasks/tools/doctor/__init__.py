@@ -11,10 +11,10 @@ The status of each check is ok, note (training works, but could be better) or wr
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 
+from lightning_mhla.system.files import to_json
 from mhla_tasks.tools.doctor import machine, training
 from mhla_tasks.tools.doctor.report import Examination, Finding, as_json, examine, print_table, verdict
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str]) -> int:
         if not options.json:
             print_table(part, part_findings)
     if options.json:
-        sys.stdout.write(json.dumps(as_json(findings), indent=2) + "\n")
+        sys.stdout.write(to_json(as_json(findings), indent=2) + "\n")
     elif verdict(findings) == "wrong":
         wrong = [f"{finding.part}: {finding.name}" for finding in findings if finding.status == "wrong"]
         sys.stderr.write(f"wrong: {'; '.join(wrong)}\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from lightning_mhla.system.numbers import rounded, without_nan
+from lightning_mhla.system.numbers import rounded
 
 Status = Literal["ok", "note", "wrong"]
 
@@ -57,12 +57,12 @@ def examine(part: str, examination: Examination) -> Iterator[Finding]:
 
 
 def as_json(findings: list[Finding]) -> dict[str, Any]:
-    """Convert findings to a dict that JSON can represent.
+    """Convert findings to a dict for :func:`~lightning_mhla.system.files.to_json`.
 
     Returns:
         A dict with ``verdict``, the worst status among the findings, and ``findings``, a list with a dict for each finding.
     """
-    return {"verdict": verdict(findings), "findings": [without_nan(asdict(finding)) for finding in findings]}
+    return {"verdict": verdict(findings), "findings": [asdict(finding) for finding in findings]}
 
 
 def verdict(findings: list[Finding]) -> Status:

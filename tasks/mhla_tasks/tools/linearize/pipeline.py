@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from lightning_mhla.checkpoints.choice import best_checkpoint
-from lightning_mhla.system.files import write_whole
+from lightning_mhla.system.files import write_json, write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
@@ -70,7 +70,7 @@ class Pipeline:
         begun = self._check_choices()
         self.source = open_source(name, work / "original", reuse=begun)  # first, so that a wrong model leaves no folder
         work.mkdir(parents=True, exist_ok=True)
-        write_whole(work / CHOICES, json.dumps(self.choices, indent=1) + "\n")
+        write_json(work / CHOICES, self.choices, indent=1)
         self.plan = self._read(PLAN)
         self.results = self._read(RESULTS)
 
@@ -155,7 +155,7 @@ class Pipeline:
         else:
             steps = list(self.steps)
         self.plan = {"steps": steps, "seconds_per_step": seconds}
-        write_whole(self.work / PLAN, json.dumps(self.plan, indent=1) + "\n")
+        write_json(self.work / PLAN, self.plan, indent=1)
         self.plan = self._read(PLAN)
         _say(f"plan: {steps[0]} steps match the layers, {steps[1]} train the model")
 
@@ -272,7 +272,7 @@ class Pipeline:
 
     def _keep(self, **results: Any) -> None:
         self.results |= results
-        write_whole(self.work / RESULTS, json.dumps(self.results, indent=1) + "\n")
+        write_json(self.work / RESULTS, self.results, indent=1)
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.work / name
