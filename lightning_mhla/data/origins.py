@@ -127,8 +127,24 @@ class ShardSet:
 
     def finished(self) -> list[Path]:
         """List the paths of all complete shards, sorted by name."""
-        pattern = re.compile(re.escape(self.prefix) + r"-\d+\.tar")
-        return sorted(path for path in self.folder.glob("*.tar") if pattern.fullmatch(path.name))
+        return sorted(path for path in self.folder.glob("*.tar") if self._is_name(path.name))
+
+    def check_not_among(self, origins: Sequence[Origin]) -> None:
+        """Check that no file from which the shards are made is one of them. ``--force`` would delete it before it is read.
+
+        Raises:
+            ValueError: if a file of an origin has the name of a shard of this set and is in its folder.
+        """
+        for path in (path for origin in origins for path in origin.files if self._is_name(path.name)):
+            if path.parent.resolve() == self.folder.resolve():
+                raise ValueError(
+                    f"{shown(path)} is a shard to read, and has the name of a shard to write; choose another folder or "
+                    "--prefix for the new shards, or name the shards to read without a pattern that includes the new ones"
+                )
+
+    def _is_name(self, name: str) -> bool:
+        """Return whether a file name is that of a shard of this set."""
+        return re.fullmatch(re.escape(self.prefix) + r"-\d+\.tar", name) is not None
 
     def delete(self) -> None:
         """Delete all shards with this prefix, the saved lists of the files in them, and the record of what they were made from.

@@ -86,8 +86,8 @@ class Preparation:
         skipped: counter of broken samples.
 
     Raises:
-        ValueError: on entry if the options, origins or classes of existing shards have changed, and on exit if a source file
-            has changed.
+        ValueError: if an origin is one of the shards to write; on entry if the options, origins or classes of existing shards
+            have changed; and on exit if a source file has changed.
     """
 
     def __init__(
@@ -105,6 +105,7 @@ class Preparation:
         if per_shard is not None:
             check_per_shard(per_shard)  # here as well, because force deletes the existing shards before any are written
         self.shards, self.options, self.origins, self.per_shard = ShardSet(folder, prefix), options, origins, per_shard
+        self.shards.check_not_among(origins)
         check_range(least=0, max_skipped=max_skipped)
         self.skipped, self.force, self.share = Skipped(max_skipped), force, share
         self.classes = classes
@@ -318,6 +319,20 @@ def check_outside(target: Path, sources: Iterable[Path]) -> None:
             raise ValueError(
                 f"the folder for the shards, {shown(target)}, is inside the source {shown(source)}; choose one outside of it"
             )
+
+
+def check_not_the_source(target: Path, source: Path) -> None:
+    """Check that the folder of new shards is not the folder of the shards that they are made from.
+
+    A repeated call would read the new shards as well.
+
+    Raises:
+        ValueError: if both are the same folder.
+    """
+    if target.resolve() == source.resolve():
+        raise ValueError(
+            f"{shown(source)} is the source, so that new shards in it would be read as well; choose another folder"
+        )
 
 
 def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: int = 5) -> list[tuple[Path, range]]:

@@ -18,7 +18,7 @@ from lightning_mhla.data.loader import sample_groups
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
 from lightning_mhla.data.shards import beside_shard, holds_shards
-from lightning_mhla.data.write import Preparation, array_bytes, readable
+from lightning_mhla.data.write import Preparation, array_bytes, check_not_the_source, readable
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 from mhla_tasks.captioned.text import CaptionEncoder
@@ -212,6 +212,7 @@ class EncodedSource:
 
 def open_source(
     name: str,
+    target: Path,
     kind: str,
     extensions: Sequence[str],
     caption_key: str,
@@ -221,6 +222,7 @@ def open_source(
 
     Args:
         name: path of a folder of files; or location of shards: a folder, a glob, a brace pattern or a URL.
+        target: path of the folder to which encoded samples will be written.
         kind: name of the sample entry that holds the pixels: ``image`` or ``video``.
         extensions: extensions of the image or video files, without dots.
         caption_key: key of the caption in JSON files.
@@ -231,7 +233,9 @@ def open_source(
 
     Raises:
         FileNotFoundError: if the location has no files with one of the extensions, and no shards.
+        ValueError: if ``target`` is the folder of the files or shards.
     """
+    check_not_the_source(target, Path(name))
     files: CaptionedFiles
     if Path(name).is_dir() and not holds_shards(Path(name)):
         files = folder = FolderFiles(name, extensions, caption_key)

@@ -15,7 +15,7 @@ from lightning_mhla.data.classes import data_set_classes
 from lightning_mhla.data.images import LabelledFolder, ShardImages, shard_classes
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.data.write import Preparation, array_bytes, check_outside, grouped, readable
+from lightning_mhla.data.write import Preparation, array_bytes, check_not_the_source, check_outside, grouped, readable
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
@@ -129,8 +129,8 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
 
     Raises:
         FileNotFoundError: if there are no images.
-        ValueError: if the folder has a class that shards with a different prefix in ``target`` do not have, or contains
-            ``target``.
+        ValueError: if the folder has a class that shards with a different prefix in ``target`` do not have, or ``target`` is
+            the folder of the images or shards, or is inside the folder of the images.
     """
     transform = SignedImage(image_size)
     if Path(name).is_dir() and not holds_shards(Path(name)):
@@ -139,6 +139,7 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
         order = np.random.default_rng(SHUFFLE_SEED).permutation(len(folder))  # else a shard would hold a single class
         folder.labelled = [folder.labelled[index] for index in order]
         return LabelledSource(folder, folder.origins(), True, folder.classes)
+    check_not_the_source(target, Path(name))
     shards = find_shards(name)
     classes = shard_classes(shards)
     bound = num_classes if num_classes is not None else len(classes) if classes is not None else MOST_CLASSES

@@ -355,7 +355,7 @@ def caption_latents(parser: ArgumentParser) -> Run:
         for size in sizes:
             codec.latent_size(*size)
         source = open_source(
-            args.source, "image", EXTENSIONS, args.caption_key, lambda files: CaptionedImages(files, sizes)
+            args.source, args.target, "image", EXTENSIONS, args.caption_key, lambda files: CaptionedImages(files, sizes)
         )
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
         options = ("height", "width", "model", "caption_key", "text_length", "instruction")
@@ -436,7 +436,12 @@ def clip_latents(parser: ArgumentParser) -> Run:
         (rank, world, _), device = process_ranks(), process_device(args.device)
         size = {"frames": args.frames, "height": args.height, "width": args.width}
         source = open_source(
-            args.source, "video", (VIDEO,), args.caption_key, lambda files: CaptionedClips(files, **size, fps=args.fps)
+            args.source,
+            args.target,
+            "video",
+            (VIDEO,),
+            args.caption_key,
+            lambda files: CaptionedClips(files, **size, fps=args.fps),
         )
         codec = ClipCodec(args.model)
         codec.latent_size(*size.values())

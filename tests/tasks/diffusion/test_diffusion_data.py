@@ -124,6 +124,28 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(
         encode(tmp_path, "--image-size", "32")
 
 
+def test_new_shards_are_never_their_own_source(place: Path, tmp_path: Path) -> None:
+    shards, options = tmp_path / "shards", ["--vae", str(place / "vae"), "--image_size", "16", "--device", "cpu"]
+    registry.run("prepare images", [str(place / "photos"), str(shards), "--per_shard", "6"])
+    (tmp_path / "link").symlink_to(shards)
+    (contents,) = {tuple(path.read_bytes() for path in sorted(shards.glob("*.tar")))}
+    for source, target, more in (
+        (f"{shards}/*.tar", shards, []),  # the same names
+        (f"{shards}/train-{{0000..0001}}.tar", tmp_path / "link", ["--force"]),  # which would delete them
+        (f"{shards}", tmp_path / "link", ["--prefix", "latents"]),  # a second call would encode the first one's shards
+    ):
+        with pytest.raises(SystemExit, match=r"choose another folder|is the source, so that new shards in it"):
+            registry.run("prepare latents", [source, str(target), *options, *more])
+        assert tuple(path.read_bytes() for path in sorted(shards.glob("*.tar"))) == contents
+    once = [f"{shards}/*.tar", str(shards), *options, "--prefix", "latents"]
+    registry.run("prepare latents", once)
+    with pytest.raises(
+        SystemExit, match=r"latents-00000\.tar is a shard to read, and has the name of a shard to write"
+    ):
+        registry.run("prepare latents", once)
+    registry.run("prepare latents", [f"{shards}/train-*.tar", *once[1:]])  # resumes: nothing is left to do
+
+
 def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(place: Path) -> None:
     latents = data(place).source("train")[0]["latent"]
     attention = AttentionConfig(block_grid=[2, 2])

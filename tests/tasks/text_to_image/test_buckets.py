@@ -155,6 +155,9 @@ def test_latents_of_several_sizes(folder: Path, tmp_path: Path) -> None:
     shapes = [tuple(batch["latent"].shape[2:]) for batch in module.train_dataloader()]
     assert len(set(shapes)) == 3
     assert len(shapes) == len(module.train_dataloader())
+    with pytest.raises(SystemExit, match="is the source, so that new shards in it would be read as well"):
+        registry.run("prepare caption-latents", [str(folder), f"{folder}/../{folder.name}", *words[2:]])
+    assert not list(folder.glob("*.tar"))
     with pytest.raises(SystemExit, match="--buckets gives all sizes; leave out --height and --width"):
         registry.run("prepare caption-latents", [*words, "--buckets", *BUCKETS, "--width", "16"])
     with pytest.raises(SystemExit, match=r"made from different files or options \(buckets was .* and is None\)"):
