@@ -26,6 +26,7 @@ from torch import Tensor
 from lightning_mhla.data.classes import CLASSES, read_classes, write_classes
 from lightning_mhla.data.origins import Origin, ShardSet, check_still_the_same, resume_order, sample_key
 from lightning_mhla.data.source import BrokenSampleError, SampleSource
+from lightning_mhla.data.tables import load_table
 from lightning_mhla.system.files import UNFINISHED, beside, written_whole
 from lightning_mhla.system.listing import is_visible, shown, without_controls
 from lightning_mhla.system.ranges import check_range
@@ -193,11 +194,10 @@ class Preparation:
             sum(len(numbers) for _, numbers in own_shards),
             quiet=rank > 0,
         )
-        # An order of shards, and not of samples, has no missing ones.
-        existing = count if self.per_shard is None else count - self.order.count(None)
-        if world == 1 and self.skipped.count == existing > 0:
+        # Shards of an earlier, interrupted call may be empty as well, so samples are counted and not what this call skipped.
+        if world == 1 and shards and not any(len(load_table(path).keys) for path, _ in shards):
             self.shards.delete()
-            raise BrokenSampleError(f"none of the {existing} samples can be used; see the warnings above")
+            raise BrokenSampleError(f"none of the {count} samples can be used; see the warnings above")
         return [path for path, _ in shards]
 
 

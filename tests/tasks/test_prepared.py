@@ -223,9 +223,16 @@ def test_samples_that_are_all_broken_are_an_error(kind: str, world: Path, tmp_pa
     source = source_of(kind, world, tmp_path)
     for image in source.rglob("*.png"):
         image.write_bytes(b"not an image")
+    words = command(kind, world, source, tmp_path / "out")
     with pytest.raises(SystemExit, match=r"none of the \d+ samples can be used"):
-        registry.run(f"prepare {kind}", command(kind, world, source, tmp_path / "out"))
+        registry.run(f"prepare {kind}", words)
     assert not [*(tmp_path / "out").glob("*.tar"), *(tmp_path / "out").glob("*-classes.txt")]
+    with pytest.raises(SystemExit, match=r"broken samples: 6, more than --max_skipped 5"):
+        registry.run(f"prepare {kind}", [*words, "--max_skipped", "5"])
+    assert list((tmp_path / "out").glob("*.tar")), "an empty shard, as an interrupted call leaves it"
+    with pytest.raises(SystemExit, match=r"none of the \d+ samples can be used"):
+        registry.run(f"prepare {kind}", words)
+    assert not list((tmp_path / "out").glob("*.tar"))
 
 
 def test_shards_without_a_sample_are_an_error(world: Path, tmp_path: Path) -> None:
