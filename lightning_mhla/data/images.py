@@ -114,8 +114,11 @@ def as_shown(image: Image.Image) -> Image.Image:
     if orientation is not None:
         ImageOps.exif_transpose(image, in_place=True)  # without in_place, it copies images that are upright
     if image.mode == "I" or image.mode.startswith("I;16"):  # Pillow would clip levels above 255
-        levels = np.asarray(image).astype(np.uint32) >> 8
-        image = Image.fromarray(levels.astype(np.uint8))
+        levels, transparent = np.asarray(image), image.info.get("transparency")
+        shades = (levels.astype(np.uint32) >> 8).astype(np.uint8)
+        if transparent is not None:  # a level of 16 bits, which several shades of 8 bits would share
+            shades[levels == transparent] = 255  # the background, white
+        image = Image.fromarray(shades)
     if image.has_transparency_data:
         shown = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", shown.size, BACKGROUND), shown)

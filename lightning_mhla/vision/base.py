@@ -162,9 +162,14 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
 
         Raises:
             BrokenSampleError: if the file is not a readable image.
-            ValueError: if the model has no head or no preprocessing, or ``top`` is below 1.
+            ValueError: if the model has no head or no preprocessing, ``top`` is below 1, or the levels of the image have no
+                defined range: modes ``"I"`` and ``"F"`` of Pillow, except for an image from a PNG file.
         """
         check_range(least=1, top=top)
+        if isinstance(image, Image.Image) and image.mode in ("I", "F") and image.format != "PNG":
+            raise ValueError(
+                f"an image of mode {image.mode} does not say which level is white; convert it to L, RGB or I;16 (0 to 65,535)"
+            )
         if self.num_classes == 0:
             raise ValueError(
                 "the model has no head (num_classes=0) to compute probabilities; call reset_classifier first"

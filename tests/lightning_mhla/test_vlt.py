@@ -575,6 +575,16 @@ def test_an_opened_image_is_predicted_like_its_file(kind: str, tmp_path: Path) -
     assert opened.getexif() == Image.open(file).getexif(), "the image of the caller is unchanged"
 
 
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_an_image_without_a_range_of_levels_is_refused(mode: str) -> None:
+    model = vit()
+    model.describe(None, Preprocessing(16))
+    gray = Image.linear_gradient("L").resize((16, 16))
+    with pytest.raises(ValueError, match=f"an image of mode {mode} does not say which level is white"):
+        model.predict(gray.convert(mode))
+    assert model.predict(gray)
+
+
 def test_an_image_whose_exif_data_cannot_be_read_is_predicted(tmp_path: Path) -> None:
     model = vit()
     nn.init.normal_(model.head.weight)

@@ -160,8 +160,9 @@ PALETTE.putpalette([10, 20, 30] * 256)
         (png(rgba(128)), 127, 127), (png(Image.new("LA", (8, 8), (0, 0))), 255, 255),
         (png(PALETTE, transparency=0), 255, 255), (png(PALETTE), 10, 30), (png(Image.new("1", (8, 8), 1)), 255, 255),
         (png(Image.new("RGB", (8, 8)), transparency=(0, 0, 0)), 255, 255),
+        (png(grey16(0), transparency=0), 255, 255), (png(grey16(0), transparency=1), 0, 0),
     ],
-    ids=["grey 16", "dark grey 16", "clear", "opaque", "half", "grey clear", "palette clear", "palette", "bits", "key"],
+    ids=["grey 16", "dark grey 16", "clear", "opaque", "half", "grey clear", "palette clear", "palette", "bits", "key", "grey 16 key", "shade of a key"],
 )  # fmt: skip
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_range_and_transparency(data: bytes, low: int, high: int, mode: str) -> None:
