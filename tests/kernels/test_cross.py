@@ -23,6 +23,7 @@ from mhla_kernels.triton_backend.cross.call import CrossArguments
 from mhla_kernels.triton_backend.cross.trial import CrossKind, try_cross_kernels
 from mhla_kernels.verdicts import Verdict
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 DTYPES = torch.float32, torch.float32, torch.float64, torch.bfloat16
 
@@ -380,3 +381,14 @@ def test_bounds_without_an_axis_are_an_error() -> None:
     bounds = {"cu_seqlens": torch.tensor(8), "key_cu_seqlens": torch.tensor([0, 12])}
     with pytest.raises(ValueError, match="cu_seqlens must be at least two integers"):
         mhla_attention(q, k, k, torch.rand(2, 2), block_size=4, key_block_size=6, **bounds)
+
+
+@pytest.mark.parametrize(
+    ("form", "products"), [("parallel", 20 * 13 * (4 + 3)), ("chunked", (20 + 13 + 4 * 4) * 4 * 3)]
+)
+def test_operations_of_cross_kernels_are_counted(form: str, products: int) -> None:
+    """Queries in four blocks, keys in four, two heads of widths 4 and 3."""
+    inputs = [*tensors(), torch.rand(2, 4, 4)]
+    with FlopCounterMode(display=False) as counter:
+        mhla_attention(*inputs, block_size=5, key_block_size=4, form=form, backend="triton")
+    assert counter.get_total_flops() == 2 * 2 * products

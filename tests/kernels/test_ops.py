@@ -26,6 +26,7 @@ from mhla_kernels.triton_backend.tables import kernel_tables
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 CALLS: dict[str, dict[str, Any]] = {
     "bidirectional": {"block_size": 8, "feature_map": "relu"},
@@ -368,3 +369,24 @@ def test_a_call_frees_its_tensors_at_once(implementation: str, keys: int) -> Non
         assert not any(x() is not None for x in alive)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("form", "causal", "pairs", "summaries"),
+    [
+        ("parallel", False, 20 * 20, 0),
+        ("parallel", True, 20 * 20 / 2, 0),
+        ("chunked", False, 0, 2 * 20 + 3 * 3),  # keys into summaries, summaries into outputs, and the mixing
+        ("chunked", True, 20 * 8 / 2, 2 * 20 + 3 * 3),
+        ("chunked", "block", 0, 2 * 20 + 3 * 3),
+    ],
+)
+def test_operations_of_kernels_are_counted(form: str, causal: Any, pairs: float, summaries: int) -> None:
+    """Three blocks of up to 8 among 20 tokens, two heads, and widths of 8: products of a pair or of a summary, times two."""
+    leaves = problem()
+    with FlopCounterMode(display=False) as counter:
+        out = mhla_attention(*leaves, block_size=8, form=form, backend="triton", causal=causal)
+        forward = counter.get_total_flops()
+        torch.autograd.grad(out.sum(), leaves)
+    assert forward == 2 * 2 * (pairs * (8 + 8) + summaries * 8 * 8)
+    assert counter.get_total_flops() == 3 * forward

@@ -986,3 +986,30 @@ def test_masks_of_a_context_are_checked_and_hide_any_values() -> None:
     assert torch.equal(model(x, context=context, context_mask=mask), out)
     with pytest.raises(ValueError, match=r"context_mask is \[2, 5\] torch.int64; it must be bool \[2, 5\]"):
         model(x, context=context, context_mask=torch.ones(2, 5, dtype=torch.int64))
+
+
+def test_operations_of_summaries() -> None:
+    """Two products of 16 x 16 for each token, which write and read a summary, and one for each weighted summary."""
+    layout = BlockLayout((64,), block_size=8)
+    layer = build_attention(AttentionConfig(kind="mhla"), 32, 2, layout)
+    assert layer.summaries_mixed(64) == 8 * 8
+    assert layer.summary_flops(64, None, 8 * 8) == layer.operator_flops(64) == 2 * 2 * (2 * 64 + 8 * 8) * 16 * 16
+    inside = 2 * 2 * 64 * (8 + 1) / 2 * (16 + 16)
+    assert layer.summary_flops(64, 8, 0) == 2 * 2 * 2 * 64 * 16 * 16 + inside
+    linear = build_attention(AttentionConfig(kind="linear"), 32, 2, layout)
+    assert linear.operator_flops(64) == 2 * 2 * 2 * 64 * 16 * 16
+
+
+def test_the_matrix_of_a_gated_convolution_gives_its_outputs() -> None:
+    layer = build_attention(AttentionConfig(kind="gated_conv"), 16, 2, BlockLayout((12,), (1,)), causal=True)
+    torch.nn.init.normal_(layer.conv.weight)
+    with torch.no_grad():  # features of a head share their weights, since the matrix has one number for a head
+        layer.conv.weight.copy_(
+            layer.conv.weight.unflatten(-1, (2, 8)).mean(-1, keepdim=True).expand(-1, 2, 8).flatten(1)
+        )
+    x = torch.randn(3, 12, 16)
+    q, k, v = layer._project(x)
+    inputs = AttentionInputs(x, torch.ones_like(q), k, v)
+    matrix = layer.weights(inputs)
+    assert matrix.shape == (3, 2, 12, 12)
+    torch.testing.assert_close(torch.einsum("bhnm,bmhd->bnhd", matrix, v), layer._gated(inputs, None, None))

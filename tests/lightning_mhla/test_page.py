@@ -37,6 +37,7 @@ from lightning_mhla.callbacks.page import LONGEST, duration, fenced, write_page
 from lightning_mhla.callbacks.points import draw_curves, separate_stages
 from lightning_mhla.callbacks.recovery import RunStopped
 from lightning_mhla.callbacks.stored_pictures import read_picture
+from lightning_mhla.system.figures import make_panels
 
 
 class Reader(HTMLParser):
@@ -635,3 +636,19 @@ def test_the_report_of_a_stopped_run_is_of_its_last_step(
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3725, "1 h 02 min")])
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_lines_of_one_panel_are_told_apart_by_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+
+    def remember(*arguments: Any) -> Any:
+        shown.append(make_panels(*arguments))
+        return shown[-1]
+
+    monkeypatch.setattr("lightning_mhla.callbacks.points.make_panels", remember)
+    curve = [(1, 2.0), (2, 1.0)]
+    assert draw_curves({"train/loss": curve, "val/loss": curve, "lr": curve}, tmp_path / "curves.png")
+    ((_, axes),) = shown
+    legends = {axis.get_title(): axis.get_legend() for axis in axes}
+    assert [text.get_text() for text in legends["loss"].get_texts()] == ["train", "val"]
+    assert legends["lr"] is None

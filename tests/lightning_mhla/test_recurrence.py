@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from lightning_mhla.attention import gated_delta_rule, gated_linear_attention, retention, state_space_dual
+from lightning_mhla.recurrence import kernels
 
 OPERATORS = {
     "retention": retention,
@@ -256,3 +258,17 @@ def test_against_the_references_of_flash_linear_attention() -> None:
     rates = -torch.log(1 - 2.0 ** (-5 - torch.arange(3)))
     want = naive_retention(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
     torch.testing.assert_close(retention(q, k, v, rates)[0], want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("backend", "uses"), [("auto", True), ("triton", True), ("torch", False)])
+def test_on_a_gpu_the_kernels_are_used_unless_pytorch_is_asked_for(
+    backend: str, uses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "installed", lambda: True)
+    with FakeTensorMode():  # tensors that say that they are on a GPU, without memory
+        q = torch.empty(1, 8, 2, 16, device="cuda")
+    assert kernels.chosen(backend, q) is uses
+    assert not kernels.chosen("auto", q.double())
+    assert not kernels.chosen("auto", q, widest=8)
+    with pytest.raises(ValueError, match="keys of at most 8 features"):
+        kernels.chosen("triton", q, widest=8)

@@ -284,6 +284,14 @@ def test_a_model_that_was_saved_before_is_swapped(tmp_path: Path) -> None:
         torch.testing.assert_close(swapped(model, AttentionConfig(kind="softmax"))(x).logits, model(x).logits)
 
 
+def test_a_file_in_place_of_the_folder_is_the_error_of_transformers(tmp_path: Path) -> None:
+    file = tmp_path / "model"
+    file.write_text("notes")
+    with pytest.raises(AssertionError, match="should be a directory, not a file"):
+        swapped(tiny()).config.save_pretrained(file)
+    assert file.read_text() == "notes"
+
+
 def test_attention_derived_from_one_that_is_known_is_refused() -> None:
     model = tiny()
     layer = model.model.layers[2].self_attn

@@ -251,8 +251,17 @@ def test_a_conversation_longer_than_the_model_reads(capsys: pytest.CaptureFixtur
 )
 def test_a_template_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch, template: str, message: str) -> None:
     monkeypatch.setattr(chat_template, "TEMPLATE_SECONDS", 0.3)
-    with pytest.raises(ValueError, match=message):
-        Conversation(make_tokenizer(template)).ask("hello")
+
+    def own_handler(number: int, frame: object) -> None:
+        """Handle the signal of the timer that limits templates, as a profiler of the user may do."""
+
+    previous = signal.signal(signal.SIGVTALRM, own_handler)
+    try:
+        with pytest.raises(ValueError, match=message):
+            Conversation(make_tokenizer(template)).ask("hello")
+        assert signal.getsignal(signal.SIGVTALRM) is own_handler
+    finally:
+        signal.signal(signal.SIGVTALRM, previous)
 
 
 def saved(folder: Path, kind: str = "mhla", template: str | None = CHATML) -> str:
