@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -37,8 +38,11 @@ class ImageGenerator(Protocol):
         device: device of the weights.
         ema_decay: decay of the exponential moving average of the weights; None if there is no average.
         sampling: default sampler options, a dataclass.
+        condition: noun for a condition: ``class`` if the conditions are the classes of the data, otherwise for example
+            ``prompt``.
     """
 
+    condition: str
     device: Any
     ema_decay: float | None
     sampling: Any
@@ -102,7 +106,8 @@ class SampleGrid(PeriodicEvaluation):
 
     Args:
         samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
-        sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
+        sampling: sampler options, as the model's dataclass or as a mapping of those that differ from the model's default
+            options; null for the default options.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.
@@ -198,14 +203,19 @@ class SampleGrid(PeriodicEvaluation):
     def _show(self, trainer: Trainer, module: ImageGenerator, folder: Path, grid: Tensor) -> None:
         step, guidance = trainer.global_step, module.describe_sampling(self._sampling(module))["guidance"]
         figure = draw_grid(grid, module.num_conditions, f"step {step:,}, guidance {guidance:g}")
-        rows = "Each row is a class. " if module.num_conditions <= GRID else ""
+        condition = module.condition
+        rows = f"Each row is a {condition}. " if module.num_conditions <= GRID else ""
         caption = (
             f"Samples ({self.name}) at step {step:,}, guidance {guidance:g}. {rows}Look for samples that belong to their "
-            "class, and for differences within a class: samples that are all alike mean that the model repeats itself."
+            f"{condition}, and for differences within a {condition}: samples that are all alike mean that the model repeats "
+            "itself."
         )
         log_figure(trainer, figure, self.name, folder / "pictures", caption)
 
     def _sampling(self, module: ImageGenerator) -> Any:
+        """Return the sampler options of this callback; those that a mapping leaves out are the model's."""
+        if isinstance(self.sampling, Mapping):
+            return as_dataclass(type(module.sampling), {**vars(module.sampling), **self.sampling})
         return module.sampling if self.sampling is None else as_dataclass(type(module.sampling), self.sampling)
 
     def _checked(self, module: LightningModule) -> ImageGenerator:
@@ -254,7 +264,7 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
     """Draw images in a grid with gray lines between them.
 
     Args:
-        images: images ``[n, C, S, S]`` uint8. Image i belongs to class i modulo ``num_classes``.
+        images: images ``[n, C, H, W]`` uint8. Image i belongs to class i modulo ``num_classes``.
         num_classes: number of classes. Up to ten classes get one labeled row each. With more classes, images are shown in
             order.
         title: title of the figure.
@@ -265,20 +275,21 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
     labelled = num_classes <= GRID
     rows = [images[label::num_classes][:GRID] for label in range(num_classes)] if labelled else images.split(GRID)
     rows = [row for row in rows if len(row)]
-    wide, step = max(map(len, rows)), images.shape[-1] + 1
+    height, width = images.shape[-2:]
+    columns, down, across = max(map(len, rows)), height + 1, width + 1
     # Lines of one pixel between the images, so one line fewer than images.
-    canvas = torch.full((images.shape[1], len(rows) * step - 1, wide * step - 1), 96, dtype=torch.uint8)
-    for down, row in enumerate(rows):
-        for across, image in enumerate(row):
-            canvas[:, down * step : (down + 1) * step - 1, across * step : (across + 1) * step - 1] = image
-    size = 0.55 if images.shape[-1] < 64 else 1.2
+    canvas = torch.full((images.shape[1], len(rows) * down - 1, columns * across - 1), 96, dtype=torch.uint8)
+    for i, row in enumerate(rows):
+        for k, image in enumerate(row):
+            canvas[:, i * down : i * down + height, k * across : k * across + width] = image
+    size, aspect = 0.55 if max(height, width) < 64 else 1.2, math.sqrt(width / height)
     from matplotlib.figure import Figure  # slow to import, and only needed here
 
-    figure = Figure(figsize=(wide * size + 0.6, len(rows) * size + 0.4), layout="constrained")
+    figure = Figure(figsize=(columns * size * aspect + 0.6, len(rows) * size / aspect + 0.4), layout="constrained")
     axis = figure.subplots()
     axis.imshow(canvas.permute(1, 2, 0).squeeze(-1).numpy(), cmap="gray", vmin=0, vmax=255, interpolation="nearest")
     labels = range(len(rows)) if labelled else []
-    axis.set_yticks([step * label + step / 2 - 1 for label in labels], [str(label) for label in labels])
+    axis.set_yticks([down * label + down / 2 - 1 for label in labels], [str(label) for label in labels])
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.set_title(title, fontsize=9, parse_math=False)

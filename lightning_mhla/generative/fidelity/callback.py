@@ -62,7 +62,8 @@ class GenerationMetrics(SampleGrid):
         reference: real images to compare with. train and validate select at most 50,000 images, evenly spaced, from that part
             of the data. Any other value is the path of a folder of images, or of an .npz file in the format of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
-        sampling: sampler options, as a mapping or the model's dataclass; null for the model's default options.
+        sampling: sampler options, as the model's dataclass or as a mapping of those that differ from the model's default
+            options; null for the default options.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to evaluate the final weights.
         batch_size: number of samples that each process generates at once.
@@ -144,7 +145,7 @@ class GenerationMetrics(SampleGrid):
         network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
-        right = 0
+        right, names_labels = 0, self.features.names_labels and module.condition == "class"
         for tickets, pixels in self._rounds(trainer, module, self.samples):
             features = extract(self.features, network, pixels)
             # Only tensors can be gathered; the absent features get their place back below.
@@ -155,12 +156,11 @@ class GenerationMetrics(SampleGrid):
             parts.append(part)
             if sum(map(len, shown)) < grid_size:
                 shown.append(pixels.cpu())
-            if self.features.names_labels and part.logits is not None:
+            if names_labels and part.logits is not None:
                 right += int((part.logits.argmax(1) == order.cpu() % classes).sum())
         network.cpu()
         generated = assemble("the samples", "", parts)
-        share = right / self.samples if self.features.names_labels else None
-        return generated, torch.cat(shown)[:grid_size], share
+        return generated, torch.cat(shown)[:grid_size], right / self.samples if names_labels else None
 
     def _find_reference(self, trainer: Trainer, module: ImageGenerator) -> None:
         """Compute the features of the reference images once, on the first process. Errors are raised on all processes."""

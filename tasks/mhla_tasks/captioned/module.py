@@ -19,6 +19,7 @@ from lightning_mhla.generative.codecs import FrozenVAE
 from lightning_mhla.generative.distillation import DistillationConfig, VelocityHost
 from lightning_mhla.generative.flow import FlowConfig, draw_flow_times, flow_point
 from lightning_mhla.generative.module import GenerativeModule, sample_noise
+from lightning_mhla.generative.solvers import check_steps
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart, choose_trained
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
@@ -122,10 +123,7 @@ class CaptionedDiffusion(GenerativeModule):
         keep_plain(self)
         self.flow = as_dataclass(FlowConfig, flow)
         self.sampling: Any = as_dataclass(self.sampling_options, sampling)
-        if self.sampling.guidance != 1 and not self.flow.caption_dropout:
-            raise ValueError(
-                f"sampling.guidance={self.sampling.guidance} needs training without captions: flow.caption_dropout"
-            )
+        self._check_guidance(self.sampling)
         self.shape: Any = as_dataclass(self.transformer_options, transformer)
         self.captions = make_encoder(as_dataclass(TextConfig, text), getattr(self.shape, self.text_option))
         self.codec = None if vae is None else self.codec_kind(vae)
@@ -186,7 +184,8 @@ class CaptionedDiffusion(GenerativeModule):
             sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
 
         Raises:
-            ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
+            ValueError: if an autoencoder is required but not configured, or the sample size, the guidance or the number of
+                steps is not supported.
             FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         channels = self.network.config.out_channels
@@ -195,10 +194,24 @@ class CaptionedDiffusion(GenerativeModule):
                 f"{self.samples} of {channels} channels are latents; name the autoencoder that decodes them: "
                 "--model.vae=FOLDER_OR_NAME"
             )
-        latent_shape(self.network, self.codec, sampling or self.sampling, self.samples)
+        used = sampling or self.sampling
+        self._check_guidance(used)
+        check_steps(self.host.schedulers[used.sampler](self.flow.shift), used.sampler, used.steps)
+        latent_shape(self.network, self.codec, used, self.samples)
         if self.codec is not None:
             self.codec.model(self.device)
         self.captions.tokens("", self.device)
+
+    def _check_guidance(self, sampling: Any) -> None:
+        """Check that the model is trained without captions, too, if the sampler options ask for guidance.
+
+        Raises:
+            ValueError: if it is not.
+        """
+        if sampling.guidance != 1 and not self.flow.caption_dropout:
+            raise ValueError(
+                f"sampling.guidance={sampling.guidance} needs training without captions: flow.caption_dropout"
+            )
 
     def draw(self, prompts: list[str], indices: list[int], seed: int, sampling: Any = None) -> Tensor:
         """Draw samples, each of which depends only on the weights, the sampler options, its prompt, the seed and its index.

@@ -187,6 +187,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         return to_pixels(samples if self.codec is None else self.codec.decode(samples))
 
+    condition = "class"
+
     @property
     def num_conditions(self) -> int:
         """Number of different conditions for which samples can be drawn, which is the number of classes."""

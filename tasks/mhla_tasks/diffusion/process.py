@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import torch
 from diffusers import (
-    DDIMScheduler,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -21,6 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.generative.flow import TIMESTEPS, FlowTimes, draw_flow_times, flow_point
+from lightning_mhla.generative.solvers import flow_solver
 from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.model import DiT
 
@@ -248,7 +248,8 @@ class DenoisingProcess(NoiseProcess):
         """Build the diffusers scheduler that implements a sampler.
 
         The timesteps of ``ddpm`` and ``dpm-solver++`` are spread evenly over all 1,000, as the original DiT code does for DDPM.
-        Those of ``ddim`` have diffusers' ``trailing`` spacing, because diffusers' DDIM assumes the same stride for all steps.
+        Those of ``ddim`` have diffusers' ``trailing`` spacing. DDIM is the first-order DPM-Solver (arXiv 2206.00927, section
+        4.1); diffusers' own DDIM scheduler takes wrong steps if their number does not divide 1,000.
 
         Args:
             sampler: ``ddpm``, ``ddim`` or ``dpm-solver++``.
@@ -258,7 +259,9 @@ class DenoisingProcess(NoiseProcess):
         """
         self.check_sampler(sampler)
         if sampler == "ddim":
-            return DDIMScheduler(**BETAS, clip_sample=False, timestep_spacing="trailing")
+            return DPMSolverMultistepScheduler(
+                **BETAS, algorithm_type="dpmsolver++", solver_order=1, timestep_spacing="trailing"
+            )
         if sampler == "dpm-solver++":
             return DPMSolverMultistepScheduler(**BETAS, algorithm_type="dpmsolver++", timestep_spacing="linspace")
         variance = "learned_range" if self.config.learn_sigma else "fixed_large"
@@ -318,12 +321,7 @@ class FlowProcess(NoiseProcess):
         self.check_sampler(sampler)
         if sampler == "euler":
             return FlowMatchEulerDiscreteScheduler(num_train_timesteps=TIMESTEPS, shift=self.config.shift)
-        return DPMSolverMultistepScheduler(
-            num_train_timesteps=TIMESTEPS,
-            prediction_type="flow_prediction",
-            use_flow_sigmas=True,
-            flow_shift=self.config.shift,
-        )
+        return flow_solver(self.config.shift)
 
 
 def make_process(config: ProcessConfig) -> NoiseProcess:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.flow import TIMESTEPS
+from lightning_mhla.generative.solvers import check_steps
 from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.process import NoiseProcess, Sampler
@@ -152,6 +153,7 @@ def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
     minimum = 2 if sampler == "ddpm" else 1
     if not minimum <= config.steps <= TIMESTEPS:
         raise ValueError(f"steps={config.steps} of sampler {sampler!r} must lie between {minimum} and {TIMESTEPS:,}")
+    check_steps(process.scheduler(sampler), sampler, config.steps)
     if config.guidance != 1 and not process.config.label_dropout:
         raise ValueError(
             f"guidance={config.guidance} needs a model that was also trained without labels: process.label_dropout above 0"

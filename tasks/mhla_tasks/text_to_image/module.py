@@ -134,6 +134,8 @@ class TextToImage(CaptionedDiffusion):
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 
+    condition = "prompt"
+
     @property
     def num_conditions(self) -> int:
         """Number of different conditions for which samples can be drawn, which is the number of prompts."""

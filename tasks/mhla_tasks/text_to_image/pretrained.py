@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from diffusers import DPMSolverMultistepScheduler, SanaPipeline, SanaTransformer2DModel
+from diffusers import SanaPipeline, SanaTransformer2DModel
 from diffusers.loaders.single_file_utils import convert_sana_transformer_to_diffusers
 from torch import Tensor
 
-from lightning_mhla.generative.flow import TIMESTEPS
+from lightning_mhla.generative.solvers import flow_solver
 from mhla_tasks.captioned.host import Host, euler_scheduler
 
 UNUSED = ("pos_embed", "y_embedder.y_embedding")
@@ -34,12 +34,6 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return convert_sana_transformer_to_diffusers(present)
 
 
-def _dpm(shift: float) -> DPMSolverMultistepScheduler:
-    return DPMSolverMultistepScheduler(
-        num_train_timesteps=TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
-    )
-
-
 SANA = Host(
     SanaTransformer2DModel,
     SanaPipeline,
@@ -47,7 +41,7 @@ SANA = Host(
     "transformer_blocks.0.",
     lambda state: any(".attn.qkv." in name for name in state),
     published_names,
-    {"dpm": _dpm, "euler": euler_scheduler},
+    {"dpm": flow_solver, "euler": euler_scheduler},
     # Embeddings replace the prompts. Binning would change the size to one that SANA was trained on.
     {"height": 32, "width": 32, "prompt": None, "negative_prompt": None, "use_resolution_binning": False},
 )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torchvision.transforms import v2
 
 from lightning_mhla.data import BrokenSampleError
+from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.system.files import written_whole
 from mhla_tasks.video.decode import Video, open_video
 
@@ -255,4 +256,4 @@ def write_clip(path: Path, clip: Tensor, fps: float, crf: float = 15.0) -> None:
 
 def to_frames(clips: Tensor) -> Tensor:
     """Convert clips ``[B, C, F, H, W]`` with values in -1 .. 1 to frames ``[B, F, C, H, W]`` uint8."""
-    return ((clips.float().transpose(1, 2) + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+    return to_pixels(clips.transpose(1, 2))

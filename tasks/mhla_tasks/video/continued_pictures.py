@@ -116,5 +116,6 @@ class ContinuationPictures(PeriodicEvaluation):
         ]
         if sum(map(len, errors)):  # the true clips may have only the frames that are copied
             trained = torch.cat([clip[: module.frames - module.start] for clip in errors])
-            values = {"error_trained": float(trained.mean()), "error": float(torch.cat(errors).mean())}
+            # without the black frames of videos, which have no relative error
+            values = {"error_trained": float(trained.nanmean()), "error": float(torch.cat(errors).nanmean())}
             self.log_values(trainer, "continued", values)

@@ -207,7 +207,8 @@ def relative_errors(frames: Tensor, truth: Tensor) -> Tensor:
 
     Returns:
         Errors ``[F]`` float32: the norm of the difference divided by the norm of the true frame. The error is 0 for a perfect
-        frame, and 1 for a black one.
+        frame, and 1 for a black one. It is NaN if only the true frame is black, because it has no content to compare with.
     """
     frames, truth = frames.float().flatten(1), truth.float().flatten(1)
-    return (frames - truth).norm(dim=1) / truth.norm(dim=1).clamp(min=1e-6)
+    differences, sizes = (frames - truth).norm(dim=1), truth.norm(dim=1)
+    return torch.where(differences == 0, 0, differences / sizes.masked_fill(sizes == 0, torch.nan))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -92,10 +93,12 @@ class ContinuationWriter(ClipWriter):
     def _summarize(self, rows: Sequence[Row]) -> None:
         """Write statistics of each predicted frame to a JSON file, and print them at the trained length and its doublings."""
         start, trained = self._module.start, self._module.frames
-        # videos differ in length, as do clips of an interrupted run that continued with other options
+        # Videos differ in length, as do clips of an interrupted run that continued with other options. Black frames of a video
+        # have no relative error.
         by_clip = zip_longest(*(row["error"] for row in rows))
         compared = [[error for error in frame if error is not None] for frame in by_clip]
-        errors, exact = [mean(frame) for frame in compared], [frame.count(0) for frame in compared]
+        errors = [mean(frame) if frame else math.nan for frame in compared]
+        exact = [frame.count(0) for frame in compared]
         by_frame = {
             "first_frame": start + 1,
             "trained_frames": trained,

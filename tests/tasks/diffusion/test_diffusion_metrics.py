@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.diffusion import ClassToImage, DigitFeatures, DiT, FeatureNetwork, GenerationMetrics, InceptionFeatures
 from mhla_tasks.diffusion.callbacks import SampleGrid
@@ -210,6 +211,28 @@ def test_the_classifier_of_digits_names_those_held_out() -> None:
     assert (logits.argmax(1) == labels).float().mean() > 0.97
     one, two, other = (fingerprint(DigitFeatures(seed, epochs=1).network()) for seed in (0, 0, 1))
     assert one == two != other
+
+
+@pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])
+def test_labels_are_compared_with_classes_only(condition: str, names: bool) -> None:
+    """Prompts are numbered as well, but their numbers are no digits."""
+
+    class Digits:
+        num_conditions, device, sampling, ema_decay = 10, CPU, None, None
+
+        def draw_numbered(self, indices: list[int], seed: int, sampling: Any) -> Tensor:
+            images, labels = load_digits(train=False)
+            chosen = torch.stack([images[labels == index % 10][0] for index in indices])
+            return (chosen * 255).round().to(torch.uint8)
+
+        def all_gather(self, data: Tensor) -> Tensor:
+            return data
+
+    module: Any = Digits()
+    module.condition = condition
+    metrics = GenerationMetrics(features=DigitFeatures(), samples=20, batch_size=10)
+    _, _, share = metrics._draw(Trainer(accelerator="cpu", logger=False), module)
+    assert (share is not None and share > 0.9) if names else share is None
 
 
 def test_one_process_and_two_log_the_same(start: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from diffusers import DDIMScheduler
 from mhla_tasks.diffusion.process import DenoisingProcess, ProcessConfig, make_process
-from mhla_tasks.diffusion.sampling import DiTSamplingConfig, check_sampling, draw_samples
+from mhla_tasks.diffusion.sampling import DiTSamplingConfig, check_sampling, denoise, draw_samples
 from scipy.stats import norm
 from tiny import tiny_dit
 from torch import Tensor, nn
@@ -90,6 +91,48 @@ def test_samplers_draw_from_the_distribution_that_the_network_knows(config: Proc
     )
     assert drawn.mean().item() == pytest.approx(network.mean, abs=0.02)
     assert drawn.std().item() == pytest.approx(network.deviation, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps"),
+    [("ddim", steps) for steps in (300, 334, 499, 501, 750, 1000)] + [("ddpm", 334), ("dpm-solver++", 999)],
+)
+def test_the_distribution_is_right_for_any_number_of_steps(sampler: Any, steps: int) -> None:
+    config = ProcessConfig(learn_sigma=False)
+    network: Any = Gaussian(config)
+    labels = torch.zeros(1, dtype=torch.long)
+    drawn = draw_samples(network, make_process(config), DiTSamplingConfig(sampler, steps), labels, range(1), 0)
+    assert drawn.std().item() == pytest.approx(network.deviation, rel=0.1)
+
+
+@pytest.mark.parametrize("steps", [2, 10, 250])
+def test_ddim_takes_the_steps_of_diffusers_where_these_are_right(steps: int) -> None:
+    config = ProcessConfig(learn_sigma=False)
+    network: Any = Oracle(config)
+    process, labels = make_process(config), torch.tensor([2, 7])
+    theirs = DDIMScheduler(
+        beta_start=1e-4, beta_end=0.02, clip_sample=False, set_alpha_to_one=True, timestep_spacing="trailing"
+    )
+    drawn = [
+        denoise(network, scheduler, labels, steps, 2.0, [torch.Generator().manual_seed(seed) for seed in (0, 1)])
+        for scheduler in (process.scheduler("ddim"), theirs)
+    ]
+    torch.testing.assert_close(*drawn, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "most", "too_many"),
+    [(ProcessConfig(learn_sigma=False), 999, 1000), (ProcessConfig(objective="flow", shift=3.0), 500, 501)],
+    ids=["ddpm", "flow"],
+)
+def test_more_steps_than_the_solver_can_take_are_an_error(config: ProcessConfig, most: int, too_many: int) -> None:
+    process, network = make_process(config), Gaussian(config)
+    with pytest.raises(ValueError, match=f"steps={too_many} are too many for sampler 'dpm-solver"):
+        check_sampling(process, DiTSamplingConfig("dpm-solver++", too_many))
+    labels, options = torch.zeros(1, dtype=torch.long), DiTSamplingConfig("dpm-solver++", most)
+    drawn = draw_samples(network, process, options, labels, [0], 0)  # type: ignore[arg-type]
+    assert drawn.std().item() == pytest.approx(network.deviation, rel=0.1)
+    check_sampling(make_process(ProcessConfig(objective="flow")), DiTSamplingConfig("dpm-solver++", 1000))
 
 
 def test_the_variational_bound_is_that_of_its_formula() -> None:
@@ -282,6 +325,9 @@ def test_pixels_survive_the_way_to_signed_numbers_and_back() -> None:
     pixels = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_pixels(pixels.float() / 127.5 - 1), pixels)
     assert to_pixels(torch.tensor([-2.0, 2.0, 0.6 / 127.5 - 1])).tolist() == [0, 255, 1]
+    for value in (torch.nan, torch.inf, -torch.inf):
+        with pytest.raises(ValueError, match="samples hold NaN or infinity"):
+            to_pixels(torch.tensor([0.0, value]))
 
 
 def test_training_times_are_shifted_towards_noise() -> None:

@@ -251,13 +251,21 @@ def test_fid_during_training(server: ForkServer, tmp_path: Path) -> None:
     path = Path(config(tmp_path, "fid", steps=2))
     content = yaml.safe_load(path.read_text())
     features = {"class_path": "lightning_mhla.generative.fidelity.RandomFeatures"}
-    options = {"samples": 6, "batch_size": 4, "reference": "validate", "features": features}
+    options = {"samples": 6, "batch_size": 4, "reference": "validate", "features": features, "sampling": {"steps": 3}}
     callback = {"class_path": "lightning_mhla.generative.fidelity.GenerationMetrics", "init_args": options}
     content["trainer"]["callbacks"].append(callback)
+    content["model"]["init_args"]["sampling"]["guidance"] = 2.0
     path.write_text(yaml.safe_dump(content))
     fit(server, tmp_path, "fit", "--config", str(path))
     (line,) = (tmp_path / "fid/generation.jsonl").read_text().splitlines()
     found = json.loads(line)
-    assert (found["samples"], found["sampling_steps"], found["reference_images"]) == (6, 2, 400)
+    assert (found["samples"], found["sampling_steps"], found["reference_images"]) == (6, 3, 400)
+    assert found["guidance"] == 2.0, "options that are left out are the model's"
     assert found["fid"] > 0
+    content["model"]["init_args"]["flow"] = {"caption_dropout": 0.0}
+    content["model"]["init_args"]["sampling"]["guidance"] = 1.0
+    content["trainer"]["callbacks"][-1]["init_args"]["sampling"] = {"guidance": 5.0}
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(AssertionError, match=r"guidance=5.0 needs training without captions"):
+        fit(server, tmp_path, "fit", "--config", str(path))
     assert list((tmp_path / "fid/pictures").glob("generation-step*.png"))

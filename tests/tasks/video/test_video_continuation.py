@@ -218,6 +218,13 @@ def test_errors_are_relative_to_the_true_frame() -> None:
     clip = truth.clone()
     clip[1], clip[2, 0, 3, 3] = 0, 6
     torch.testing.assert_close(relative_errors(clip, truth), torch.tensor([0.0, 1.0, 2**0.5]))
+    black = torch.zeros_like(truth)
+    assert relative_errors(black, black).tolist() == [0, 0, 0]
+    assert relative_errors(clip, black).isnan().tolist() == [True, False, True]
+    truth = torch.full((1, 3, 256, 256), 200.0)
+    clip = truth.clone()
+    clip[0, 0, 0, 0] = 201
+    assert 0 < relative_errors(clip, truth) < 1e-4, "one wrong pixel is not exact"
 
 
 def test_pictures_show_more_frames_of_longer_clips() -> None:

@@ -1,0 +1,44 @@
+"""DPM-Solver++ (arXiv 2211.01095) for flow matching, and the numbers of steps that diffusers' scheduler supports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diffusers import DPMSolverMultistepScheduler
+
+from lightning_mhla.generative.flow import TIMESTEPS
+
+
+def flow_solver(shift: float) -> DPMSolverMultistepScheduler:
+    """Build diffusers' DPM-Solver++ for a flow matching model. It rounds timesteps to whole numbers.
+
+    Args:
+        shift: timestep shift that the model was trained with.
+    """
+    return DPMSolverMultistepScheduler(
+        num_train_timesteps=TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+    )
+
+
+def check_steps(scheduler: Any, sampler: str, steps: int) -> None:
+    """Check that a scheduler can take a number of sampling steps.
+
+    DPM-Solver++ divides by the difference of two noise levels, which must not be equal. Its scheduler skips the first step if
+    the first two timesteps are equal after rounding. All other schedulers take any number.
+
+    Args:
+        scheduler: diffusers scheduler.
+        sampler: name of the sampler, for the error message.
+        steps: number of sampling steps.
+
+    Raises:
+        ValueError: if there are too many steps.
+    """
+    if not isinstance(scheduler, DPMSolverMultistepScheduler):
+        return
+    scheduler.set_timesteps(steps)
+    levels, times = scheduler.sigmas, scheduler.timesteps
+    if len(levels.unique()) < len(levels) or times[:1].equal(times[1:2]):
+        raise ValueError(
+            f"steps={steps} are too many for sampler {sampler!r}, whose steps would no longer differ; 20 to 50 are usual"
+        )
