@@ -1,10 +1,11 @@
-"""Sharding of the parameters of a network with FSDP2.
+"""Sharding of the parameters of a network with FSDP2, and a hash of weights, sharded or not.
 
 The packages of FSDP2 are imported on first use, because importing them takes 0.5 s and most runs do not shard.
 """
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -51,6 +52,23 @@ def gathered_weights(module: nn.Module) -> Iterator[None]:
     finally:
         for part in sharded:
             part.reshard()
+
+
+def fingerprint(network: nn.Module) -> str:
+    """Compute a hash of a network's weights, to be recorded with results that depend on them.
+
+    If weights are sharded, every process must call this function; each of them gets the hash of the complete weights.
+
+    Returns:
+        String of 16 hexadecimal digits.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(name.encode())
+        whole = tensor.full_tensor() if is_shard(tensor) else tensor
+        # `view(-1)` first, because a scalar cannot be viewed as bytes.
+        digest.update(whole.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _is(package: str, name: str, value: object) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_mhla.data import SampleSource
 from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, gather_round
-from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures, fingerprint
+from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures
 from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble, extract, image_set, read_set, score
 from lightning_mhla.generative.images import to_pixels
 from lightning_mhla.system.files import to_json, write_whole
@@ -24,6 +24,7 @@ from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.sharding import fingerprint
 
 MOST_REAL = 50_000
 """Maximum number of real images that samples are compared with."""

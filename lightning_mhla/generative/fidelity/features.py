@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from functools import cache
 from itertools import pairwise
@@ -55,20 +54,6 @@ class FeatureNetwork:
             images: images ``[B, C, S, S]`` uint8 with 1 or 3 channels, on the device of the network.
         """
         raise NotImplementedError
-
-
-def fingerprint(network: nn.Module) -> str:
-    """Compute a hash of a network's weights, to be recorded with the metrics that depend on the network.
-
-    Returns:
-        String of 16 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(name.encode())
-        # `view(-1)` first, because a scalar cannot be viewed as bytes.
-        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 class InceptionFeatures(FeatureNetwork):

@@ -15,13 +15,13 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
-from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.system.files import to_json, write_json, write_whole
 from lightning_mhla.system.folders import run_folder, shown_place
 from lightning_mhla.system.listing import is_file_name
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range, check_seed
 from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.sharding import fingerprint
 from mhla_tasks.captioned.text import TextConfig, read_prompts
 
 SHOWN = 8
@@ -128,7 +128,7 @@ class SampleFolder(Callback):
     """Name of the folder, in the plural: ``videos`` or ``images``."""
 
     origin: ClassVar[tuple[str, ...]] = (
-        "transformer", "attention", "layer_kinds", "cross_attention", "sampling", "flow", "text", "vae",
+        "transformer", "attention", "layer_kinds", "cross_attention", "lora", "sampling", "flow", "text", "vae",
     )  # fmt: skip
     """Names of the module's options that the samples depend on."""
 
@@ -176,15 +176,14 @@ class SampleFolder(Callback):
             ValueError: if they differ, because the folder would mix samples of two models.
         """
         path = self.folder / f"{self.kind}-origin.json"
-        weights = Path(str(trainer.ckpt_path or getattr(pl_module, "pretrained", None)))
-        origin = {
-            "weights": str(weights),
-            # last.ckpt is overwritten, whether it is a file or a folder of shards
-            "written": weights.stat().st_mtime_ns if weights.is_file() or is_sharded(weights) else None,
-            **{name: pl_module.hparams[name] for name in self.origin},
-        }
+        # of the weights themselves: last.ckpt, a run folder and an export keep their names when they are written again
+        weights = fingerprint(pl_module.network)
+        options = {name: pl_module.hparams[name] for name in self.origin if name in pl_module.hparams}
+        origin = {"weights": weights, "precision": trainer.precision, **options}
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
+        if "written" in recorded:  # by an earlier version, which recorded the path of the weights, and no precision
+            recorded |= {"weights": weights, "precision": trainer.precision}
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
         groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
         for record in (origin, recorded):  # records of earlier versions have fewer options

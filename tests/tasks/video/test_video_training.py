@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -414,9 +416,40 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
     assert drawn == [[2], [4]]
     rows = [json.loads(line) for line in (output / "videos.jsonl").read_text().splitlines()]
     assert [row["file"] for row in rows] == [f"{name}-0.mp4" for name in ("one", "two", "three", "four", "five")]
-    for number, other in enumerate(["--data.prompts.seed=1", "--model.sampling.steps=3"]):
+    for number, other in enumerate(
+        ["--data.prompts.seed=1", "--model.sampling.steps=3", "--trainer.precision=bf16-mixed"]
+    ):
         with pytest.raises(SystemExit):
             predict(tmp_path / f"other{number}", start, *options, other)
+    origin = {**json.loads((output / "videos-origin.json").read_text()), "weights": "a.ckpt", "written": 1}
+    del origin["precision"]  # as an earlier version recorded the weights
+    (output / "videos-origin.json").write_text(json.dumps(origin))
+    predict(tmp_path / "third", start, *options)
+
+
+@pytest.mark.parametrize("option", ["ckpt_path", "model.pretrained", "export"])
+def test_clips_of_weights_that_were_replaced_are_not_kept(
+    option: str, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path is the same, but a checkpoint, a run folder or an export holds other weights than before."""
+    config, output = digits_config(tmp_path / "config"), f"--model.output={tmp_path / 'clips'}"
+    place = tmp_path / ("weights" if option == "export" else "weights.ckpt")
+    name = "model.pretrained" if option == "export" else option
+    arguments = ["predict", "--config", str(config), f"--{name}={place}", output, "--data.prompts.prompts=[one]"]
+    for step in (8, 6):
+        checkpoint = whole / f"checkpoints/step={step}.ckpt"
+        if option == "export":
+            shutil.rmtree(place, ignore_errors=True)
+            registry.run("export", [str(checkpoint), str(place)])
+        else:
+            shutil.copyfile(checkpoint, place)
+        os.utime(place, (1, 1))
+        if step == 8:
+            parser.main(arguments)
+        else:
+            with pytest.raises(SystemExit):
+                parser.main(arguments)
+    assert "were drawn with different weights" in capsys.readouterr().err
 
 
 def test_predict_from_weights_without_a_checkpoint(whole: Path, tmp_path: Path) -> None:
