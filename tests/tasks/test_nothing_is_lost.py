@@ -213,7 +213,7 @@ def test_pictures_of_the_user_beside_samples_stay(tmp_path: Path, output: Any) -
     trainer: Any = SimpleNamespace(
         fast_dev_run=False,
         log_dir=str(tmp_path), default_root_dir=str(tmp_path), is_global_zero=True,
-        predict_dataloaders=SimpleNamespace(source=[0, 1]), strategy=SimpleNamespace(barrier=lambda: None),
+        world_size=1, strategy=SimpleNamespace(barrier=lambda: None),
     )  # fmt: skip
     writer = SampleWriter(output)
     pixels = torch.zeros(2, 1, 4, 4, dtype=torch.uint8)

@@ -324,6 +324,18 @@ def test_prompts_of_other_editors(name: str, data: bytes, found: list[str], tmp_
 
 
 @pytest.mark.parametrize(
+    ("line", "pair"),
+    [
+        ("empty\t", ("empty", "")), ("empty\t \t ", ("empty", "")), (" empty \t\r", ("empty", "")), ("a cat", ("a cat", "a cat")),
+        ("  a cat ", ("a cat", "a cat")), ("\ta cat", ("a cat", "a cat")), (" cat \t a\tcat ", ("cat", "a\tcat")),
+    ],
+)  # fmt: skip
+def test_a_name_and_a_tab_stand_for_the_empty_prompt(line: str, pair: tuple[str, str], tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_bytes(f"first\n{line}\nlast\tone\n".encode())
+    assert read_prompts(tmp_path / "p.txt") == [("first", "first"), pair, ("last", "one")]
+
+
+@pytest.mark.parametrize(
     ("name", "data", "message"),
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"text": "b"}\n', r"p\.jsonl: line 2 has no 'prompt'"),

@@ -264,7 +264,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         path: path of the prompts, in one of these formats:
 
             * text file: each line is a prompt, optionally preceded by its name and a tab. Without a name, the prompt itself is
-              the name.
+              the name. A name and a tab with nothing after it stand for the empty prompt.
             * ``.jsonl`` file (GenEval): each line is a JSON object with an entry ``prompt``. The names are ``00000``, ``00001``
               and so on.
             * ``.json`` file (MJHQ-30K): a JSON object that maps each name to an object with an entry ``prompt``.
@@ -298,8 +298,9 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
             "with an entry prompt"
         )
     else:
-        lines = [line.strip() for _, line in read_lines(file)]
-        pairs = [(line.split("\t", 1)[0].strip(), line.split("\t", 1)[-1].strip()) for line in lines]
+        # A tab at the end separates a name from the empty prompt, so only the beginning is stripped before the split.
+        parts = [line.lstrip().split("\t", 1) for _, line in read_lines(file)]
+        pairs = [(part[0].strip(), part[-1]) for part in parts]
     if not pairs:
         raise ValueError(f"prompts {file} is empty; write a prompt on each line")
     return [(name, prompt.strip()) for name, prompt in pairs]

@@ -15,12 +15,12 @@ from lightning_mhla.generative.fidelity.features import (
     InceptionFeatures,
     MnistFeatures,
     RandomFeatures,
-    fingerprint,
 )
 from lightning_mhla.generative.fidelity.scores import read_set, score
 from lightning_mhla.system.files import to_json
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.processes import process_device
+from lightning_mhla.system.sharding import fingerprint
 from mhla_tasks.commandline.console import harmless
 
 NETWORKS: dict[str, type[FeatureNetwork]] = {"digits": DigitFeatures, "mnist": MnistFeatures, "random": RandomFeatures}
@@ -35,7 +35,7 @@ def compare_sets(
         samples: path of a folder of generated images, or of an ``.npz`` file with images or with statistics of their features.
         reference: path of a folder of real images, or of an ``.npz`` file with images or with statistics of their features.
         features: network whose features are compared: inception, digits, mnist or random.
-        weights: path of the weights of torch-fidelity's Inception-v3; None to download them.
+        weights: path of the weights of torch-fidelity's Inception-v3; None to download them, or for a different network.
         batch_size: number of images processed at once.
         device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, otherwise the CPU.
 
@@ -46,8 +46,14 @@ def compare_sets(
 
     Raises:
         FileNotFoundError: if a path does not exist, or a folder contains no images.
-        ValueError: if a file contains neither images nor statistics, or the images of a set have different sizes.
+        ValueError: if a file contains neither images nor statistics, the images of a set have different sizes, or ``weights``
+            is combined with a network other than inception.
     """
+    if weights is not None and features != "inception":
+        raise ValueError(
+            f"--weights {weights} is for the features of inception, and --features {features} reads no weights; leave "
+            "out --weights, or choose --features inception"
+        )
     network = InceptionFeatures(weights) if features == "inception" else NETWORKS[features]()
     torch_device = process_device(device)
     sample_set, reference_set = (read_set(path, network, torch_device, batch_size) for path in (samples, reference))

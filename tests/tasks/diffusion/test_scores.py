@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from mhla_tasks.commandline import registry
 from PIL import Image
 from torch import Tensor, nn
 from torch_fidelity.metric_isc import isc_features_to_metric
@@ -254,3 +255,16 @@ def test_statistics_may_be_as_large_as_stated(tmp_path: Path, monkeypatch: pytes
     read_set(str(tmp_path / "a.npz"), Pixels(), CPU)
     assert limits == [{"arr_0": 2**48, **dict.fromkeys(("mu", "sigma", "mu_s", "sigma_s"), 2**28)}]
     assert limits[0]["sigma"] >= 8 * 5792**2
+
+
+@pytest.mark.parametrize("features", ["random", "digits", "mnist"])
+@pytest.mark.parametrize("exists", [True, False])
+def test_weights_that_a_network_does_not_read_are_rejected(features: str, exists: bool, tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pth"
+    if exists:
+        weights.touch()
+    options = ["--features", features, "--weights", str(weights)]
+    with pytest.raises(
+        SystemExit, match=rf"--weights .*weights\.pth is for .* inception, and --features {features} reads no"
+    ):
+        registry.run("score", [str(tmp_path), str(tmp_path), *options])

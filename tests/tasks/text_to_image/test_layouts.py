@@ -58,8 +58,9 @@ def test_dpg_and_mjhq(tmp_path: Path) -> None:
     arguments = [str(tmp_path / "images"), str(tmp_path / "mjhq"), "--prompts", str(tmp_path / "meta.json")]
     registry.run("arrange", [*arguments, "--layout", "mjhq"])
     assert level(tmp_path / "mjhq/two.png") == 4
-    (tmp_path / "images/two-3.png").unlink()
-    with pytest.raises(SystemExit, match="has 3 images of two, DPG-Bench needs 4"):
+    for name in PROMPTS:
+        (tmp_path / f"images/{name}-3.png").unlink()
+    with pytest.raises(SystemExit, match="has 3 images of one, DPG-Bench needs 4"):
         registry.run(
             "arrange",
             [str(tmp_path / "images"), str(tmp_path / "x"), "--prompts", str(tmp_path / "prompts"), "--layout", "dpg"],
@@ -113,6 +114,92 @@ def test_links_lead_neither_to_other_files_nor_through_them(tmp_path: Path) -> N
     arrange(tmp_path / "images", tmp_path / "prompts.json", "mjhq", tmp_path / "out")
     assert (tmp_path / "secret").read_text() == "mine"
     assert level(tmp_path / "out/one.png") == 0
+
+
+LAYOUTS = ["geneval", "dpg", "mjhq"]
+
+
+def prepare(folder: Path, prompts: int, per_prompt: int = 4) -> Path:
+    """Write a list of prompts and their images below a folder, and return the path of the list."""
+    path = folder / f"{prompts}-prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"prompt {number}"}) + "\n" for number in range(prompts)))
+    draw(RequestedSamples(PromptRequest(str(path), per_prompt), [], "png"), folder / "images")
+    return path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_images_of_an_earlier_call_are_not_mixed_with_new_ones(layout: str, tmp_path: Path) -> None:
+    prompts = prepare(tmp_path, 3)
+    assert arrange(tmp_path / "images", prompts, layout, tmp_path / "out") == 3
+    complete = contents(tmp_path / "out")
+    # The same call again, after one that was stopped: in a system's folder, and beside an unfinished file.
+    (tmp_path / "out/.DS_Store").touch()
+    path = sorted((tmp_path / "out").rglob("*.png"))[0]
+    path.with_name(f"{path.name}.part").touch()
+    arrange(tmp_path / "images", prompts, layout, tmp_path / "out")
+    assert contents(tmp_path / "out") == {**complete, ".DS_Store": b""}
+    shorter = tmp_path / "shorter.jsonl"
+    shorter.write_text(json.dumps({"prompt": "another"}) + "\n")
+    # The list is now shorter: 00001 and 00002 would stay.
+    with pytest.raises(
+        FileExistsError, match=r"out/00001.* choose a new folder, or delete the files of the earlier call"
+    ):
+        arrange(tmp_path / "images", shorter, layout, tmp_path / "out")
+    assert contents(tmp_path / "out") == {**complete, ".DS_Store": b""}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["notes.txt", "00000/other.png", "00000.png/0000.png", "00009.png.part"])
+def test_a_target_with_other_files_is_rejected(layout: str, name: str, tmp_path: Path) -> None:
+    prompts = prepare(tmp_path, 1)
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("mine")
+    with pytest.raises(SystemExit, match=rf"out/{name} is not one of the files to write"):
+        registry.run(
+            "arrange",
+            [str(tmp_path / "images"), str(tmp_path / "out"), "--prompts", str(prompts), "--layout", layout],
+        )
+    assert contents(tmp_path / "out") == {name: b"mine"}
+
+
+def test_fewer_images_of_each_prompt_are_not_mixed_with_earlier_ones(tmp_path: Path) -> None:
+    prompts = prepare(tmp_path, 2)
+    arrange(tmp_path / "images", prompts, "geneval", tmp_path / "out")
+    for number in range(2):
+        (tmp_path / f"images/0000{number}-3.png").unlink()
+    with pytest.raises(FileExistsError, match=r"out/00000/samples/0003\.png is not one of the files to write"):
+        arrange(tmp_path / "images", prompts, "geneval", tmp_path / "out")
+    # The folder of the images is not a target either: mjhq would write beside them.
+    with pytest.raises(FileExistsError, match=r"images/00000-0\.png is not one of the files to write"):
+        arrange(tmp_path / "images", prompts, "mjhq", tmp_path / "images")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("missing", ["00000-0", "00000-2", "00001-1", "00001-4", "00002-0"])
+def test_all_prompts_have_the_same_images(layout: str, missing: str, tmp_path: Path) -> None:
+    prompts = prepare(tmp_path, 3, per_prompt=5)
+    (tmp_path / f"images/{missing}.png").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=rf"{missing}\.png is missing; draw all prompts .* same number of images"
+    ):
+        arrange(tmp_path / "images", prompts, layout, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_of_prompts_that_are_not_listed_do_not_count(tmp_path: Path) -> None:
+    """The name of a prompt may end like that of an image, and more than nine images are in the order of their numbers."""
+    (tmp_path / "prompts.txt").write_text("a\na-1\n")
+    draw(RequestedSamples(PromptRequest(str(tmp_path / "prompts.txt"), 11), [], "png"), tmp_path / "images")
+    for name in ("b-0", "a-12-0", "a-011", "a"):
+        Image.new("RGB", (4, 4), (99, 99, 99)).save(tmp_path / f"images/{name}.png")
+    arrange(tmp_path / "images", tmp_path / "prompts.txt", "mjhq", tmp_path / "mjhq")
+    assert [level(tmp_path / f"mjhq/{name}.png") for name in ("a", "a-1")] == [0, 11]
+    arrange(tmp_path / "images", tmp_path / "prompts.txt", "dpg", tmp_path / "dpg")
+    assert [level(tmp_path / "dpg/a-1.png", x, y) for y in (0, 4) for x in (0, 4)] == [11, 12, 13, 14]
 
 
 @pytest.mark.parametrize("layout", ["dpg", "mjhq"])
