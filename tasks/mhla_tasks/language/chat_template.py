@@ -6,6 +6,7 @@ control tokens of the template, the template is rendered with placeholders, whic
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -19,6 +20,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from lightning_mhla.system.untrusted import time_limit
 from mhla_tasks.language.encoding import control_tokens, encode_texts, encode_with_offsets
 from mhla_tasks.language.targets import UnknownRepliesError, tokens_of_characters
+
+log = logging.getLogger(__name__)
 
 Output = TypeVar("Output")
 
@@ -276,6 +279,20 @@ class ChatTemplate:
         """
         parts = PLACEHOLDER.split(rendered)
         return [contents[int(part)] if number % 2 else part for number, part in enumerate(parts)]
+
+
+def reply_end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return a set with the index of the control token that ends a reply in the chat template of a tokenizer.
+
+    The set is empty if the tokenizer has no chat template, or one that ends replies with text or cannot be rendered.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        return set()
+    try:
+        return ChatTemplate(tokenizer).reply_ends([])
+    except ValueError as error:  # models can be trained with such a tokenizer, but `lightning chat` reports the error
+        log.info("the end of replies is not known: %s", error)
+        return set()
 
 
 def placeholder(number: int) -> str:

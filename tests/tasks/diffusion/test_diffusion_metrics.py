@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.generative.fidelity.features import Features, fingerprint
+from lightning_mhla.generative.fidelity.features import Features
 from lightning_mhla.generative.fidelity.scores import ImageSet, Moments, frechet_distance, moments, read_set, score
+from lightning_mhla.system.sharding import fingerprint
 from lightning_mhla.training.loading import load_module
 
 CPU = torch.device("cpu")

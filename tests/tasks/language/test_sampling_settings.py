@@ -14,7 +14,7 @@ from lightning import Trainer
 from mhla_tasks.language import LanguageModel
 from mhla_tasks.language.chat import Chat
 from mhla_tasks.language.chat import chat as talk
-from mhla_tasks.language.chat_template import CHATML
+from mhla_tasks.language.chat_template import CHATML, reply_end_tokens
 from mhla_tasks.language.conversation import Conversation
 from mhla_tasks.language.export import export, load_model
 from mhla_tasks.language.generate import continue_prompts
@@ -180,3 +180,35 @@ def test_a_linearized_model_keeps_the_settings_of_the_original(
         set_seed(4)
         tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=generation.max_new_tokens)
         assert module.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True) == texts
+
+
+@pytest.mark.parametrize("template", ["chatml", "plain text", "broken", "none"])
+def test_generated_texts_end_where_a_reply_of_the_template_does(template: str, tmp_path: Path) -> None:
+    """In the run, in its export, and with transformers' own ``generate``, not only in ``lightning chat``."""
+    module, tokenizer = run_model(GenerationOptions(max_new_tokens=12, temperature=0)), chat_tokenizer()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert module.network.generation_config.eos_token_id == sorted([tokenizer.eos_token_id, end])
+    module.use_tokenizer(tokenizer)  # again, as a resumed run does
+    assert module.network.generation_config.eos_token_id == sorted([tokenizer.eos_token_id, end])
+    assert module.network.config.eos_token_id == tokenizer.eos_token_id
+    export(module, tmp_path / "exported")
+    model, _ = load_model(tmp_path / "exported")
+    prompt = torch.tensor([Conversation(tokenizer).ask("hello there")])
+
+    def third(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Let the third token, and no other one, be the one that ends a turn."""
+        scores[:, [end, tokenizer.eos_token_id]] = -torch.inf
+        if ids.shape[1] == prompt.shape[1] + 2:
+            scores[:, end] = torch.inf
+        return scores
+
+    out = model.generate(prompt, max_new_tokens=12, do_sample=False, logits_processor=[third])
+    assert out.shape[1] == prompt.shape[1] + 3
+    assert out[0, -1] == end
+    tokenizer.chat_template = {
+        "chatml": CHATML,
+        "plain text": "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}",
+        "broken": "{{ raise_exception('no roles') }}",
+        "none": None,
+    }[template]
+    assert reply_end_tokens(tokenizer) == ({end} if template == "chatml" else set())
