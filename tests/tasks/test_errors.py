@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -16,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from fork_server import ForkServer
+from mhla_tasks.commandline.console import show_log
 from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, reported
 from mhla_tasks.commandline.failures import explain_failure
 from mhla_tasks.commandline.parser import main
@@ -476,3 +480,18 @@ def test_a_tokenizer_on_a_full_device(tmp_path: Path) -> None:
 )
 def test_temporary_names_are_not_shown(path: str, shown: str) -> None:
     assert str(explain(OSError(errno.EROFS, "x", path))).startswith(shown)
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_line_has_its_level_once(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(io.StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    stream, root = Stream(), logging.Logger("root")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(logging, "root", root)
+    show_log(stream)
+    root.warning("skipped a broken image: %s", "a [b] c.png")
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    assert re.fullmatch(r"WARNING +skipped a broken image: a \[b\] c\.png *\n", plain)

@@ -132,10 +132,15 @@ class LogHandler(logging.StreamHandler[TextIO]):
 def log_handler(stream: TextIO) -> logging.Handler:
     """Create a log handler that writes in color to a terminal, and plain lines to any other stream."""
     if stream.isatty():
+        from rich import get_console
         from rich.console import Console
         from rich.logging import RichHandler
 
-        return RichHandler(console=Console(file=stream), show_path=False)
+        # Messages that share the console of the progress bar are printed above it.
+        console = get_console() if stream is sys.stdout else Console(file=stream)
+        colored = RichHandler(console=console, show_time=False, show_path=False)
+        colored.setFormatter(logging.Formatter("%(message)s"))
+        return colored
     handler = LogHandler(stream)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     return handler
