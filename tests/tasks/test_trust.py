@@ -408,7 +408,7 @@ def test_code_in_the_folder_of_a_text_encoder_is_neither_run_nor_asked_about(
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_reader_of_model_folders_leaves_the_question_open() -> None:
+def test_no_reader_of_model_folders_runs_their_code_or_asks() -> None:
     """transformers asks on the terminal where ``trust_remote_code`` is not given."""
     readers = {
         "AutoConfig",
@@ -430,7 +430,8 @@ def test_no_reader_of_model_folders_leaves_the_question_open() -> None:
                     and getattr(node.func.value, "id", "") in readers
                 ):
                     seen += 1
-                    assert any(each.arg == "trust_remote_code" for each in node.keywords), f"{file}:{node.lineno}"
+                    trusted = [ast.unparse(each.value) for each in node.keywords if each.arg == "trust_remote_code"]
+                    assert trusted == ["False"], f"{file}:{node.lineno}"
     assert seen >= 6
 
 
