@@ -191,7 +191,7 @@ class SampleGrid(PeriodicEvaluation):
             samples: number of samples, summed over all processes.
 
         Yields:
-            Tickets that hold the indices of the b samples in a batch, and the pixels of these samples, ``[b, C, S, S]`` uint8.
+            Tickets that hold the indices of the b samples in a batch, and the pixels of these samples, ``[b, C, H, W]`` uint8.
         """
         rank, world = process_share(trainer)
         # Every process draws the same number of rounds, since each round ends with a collective.
@@ -241,7 +241,7 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
     Args:
         module: module whose ``all_gather`` gathers the tensors.
         tickets: tickets of this process. Each has the index of a sample, and is not ``valid`` if it only fills up the batch.
-        pixels: pixels ``[b, C, S, S]`` of this process's b samples.
+        pixels: pixels ``[b, C, H, W]`` of this process's b samples.
         columns: more tensors ``[b, ...]`` with a row for each of this process's samples.
 
     Returns:

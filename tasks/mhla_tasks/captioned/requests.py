@@ -177,13 +177,14 @@ class SampleFolder(Callback):
         """
         path = self.folder / f"{self.kind}-origin.json"
         # of the weights themselves: last.ckpt, a run folder and an export keep their names when they are written again
-        weights = fingerprint(pl_module.network)
+        network: Any = pl_module.network
+        weights = fingerprint(network)
         options = {name: pl_module.hparams[name] for name in self.origin if name in pl_module.hparams}
         origin = {"weights": weights, "precision": trainer.precision, **options}
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
-        if "written" in recorded:  # by an earlier version, which recorded the path of the weights, and no precision
-            recorded |= {"weights": weights, "precision": trainer.precision}
+        if "written" in recorded:  # by an earlier version, which recorded the path of the weights, but no hash of them
+            recorded |= {name: origin[name] for name in ("weights", "precision", "lora") if name in origin}
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
         groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
         for record in (origin, recorded):  # records of earlier versions have fewer options
