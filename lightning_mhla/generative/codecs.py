@@ -48,6 +48,24 @@ class FrozenVAE:
             self._model = self._read().eval().requires_grad_(False)
         return self._model.to(device)
 
+    def check_channels(self, channels: int) -> None:
+        """Load the VAE if necessary, and check that its latents have the channels of the network that denoises them.
+
+        Args:
+            channels: number of channels of the network's samples.
+
+        Raises:
+            ValueError: if the VAE's latents have a different number of channels.
+            FileNotFoundError: if there is no VAE at the path given to the constructor.
+        """
+        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        own_channels = config.z_dim if hasattr(config, "z_dim") else config.latent_channels
+        if own_channels != channels:
+            raise ValueError(
+                f"the latents of VAE {self.path} have {own_channels} channels, and the model denoises {channels}; name the "
+                "VAE that encoded the data, or change the channels of the model"
+            )
+
     def _read(self) -> Any:
         """Load the VAE from the subfolder ``vae`` of a pipeline, or from the path itself."""
         import diffusers

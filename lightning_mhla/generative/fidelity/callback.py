@@ -108,6 +108,7 @@ class GenerationMetrics(SampleGrid):
             FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
         """
         super().on_fit_start(trainer, pl_module)
+        self.features.network()  # built here in every process, because evaluations may change the default dtype
         self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range
-from mhla_tasks.captioned.encoded import EncodedSamples, encoded_length, read_empty_caption
+from mhla_tasks.captioned.encoded import EncodedSamples, check_captions, encoded_length, read_empty_caption
 from mhla_tasks.captioned.requests import PromptRequest, RequestedSamples
 
 
@@ -115,6 +115,7 @@ class EncodedShards(CaptionedData):
     @override
     def samples(self, stage: str) -> EncodedSamples:
         self.shards.compare_encoders(stage)
+        check_captions(self.shards, stage)
         return EncodedSamples(self.shards.reader(stage), self.text_length, self.axes, self.command)
 
     @override

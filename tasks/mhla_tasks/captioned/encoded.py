@@ -30,6 +30,9 @@ If a set has latents of several sizes, their names begin with the numbers of row
 captions of a sample are named ``1.text.npy`` and so on.
 """
 
+CAPTION_OPTIONS = ("text_length", "instruction")
+"""Options in a manifest that the embeddings of captions depend on, apart from the model."""
+
 AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
@@ -60,6 +63,27 @@ def encoded_length(sets: ShardSets, default: int) -> int:
     """
     length = read_manifest(sets).get("text_length")
     return length if isinstance(length, int) and length > 0 else default
+
+
+def check_captions(sets: ShardSets, stage: str) -> None:
+    """Check that the captions of all shards of a stage were embedded with the options of the first training shard.
+
+    Args:
+        sets: locations of the training and validation shards.
+        stage: ``"train"``, ``"validate"`` or ``"test"``.
+
+    Raises:
+        ValueError: if a manifest records a different number of tokens, or a different instruction before captions.
+    """
+    first = read_manifest(sets)
+    for manifest in sorted({beside_shard(shard, "manifest.json") for shard in sets.find(stage)}):
+        options = read_json(manifest) if manifest.is_file() else {}
+        for name in CAPTION_OPTIONS:
+            if name in first and name in options and options[name] != first[name]:
+                raise ValueError(
+                    f"captions have {name}={options[name]!r:.40} in {manifest}, and {name}={first[name]!r:.40} beside the "
+                    "first training shard; prepare all shards with the same options"
+                )
 
 
 def read_empty_caption(sets: ShardSets, command: str) -> Tensor:

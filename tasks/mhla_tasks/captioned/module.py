@@ -199,6 +199,7 @@ class CaptionedDiffusion(GenerativeModule):
         check_steps(self.host.schedulers[used.sampler](self.flow.shift), used.sampler, used.steps)
         latent_shape(self.network, self.codec, used, self.samples)
         if self.codec is not None:
+            self.codec.check_channels(channels)
             self.codec.model(self.device)
         self.captions.tokens("", self.device)
 
@@ -264,7 +265,8 @@ class CaptionedDiffusion(GenerativeModule):
 
     def on_fit_start(self) -> None:
         """Load the teacher if one is configured for distillation, and embed the empty caption if training drops captions."""
-        self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape))
+        dtype = next(self.network.parameters()).dtype  # not float32 with a precision such as bf16-true
+        self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape).to(dtype))
         self._check_encoded_captions()
         if self.flow.caption_dropout:
             self.empty_caption()
@@ -328,7 +330,8 @@ class CaptionedDiffusion(GenerativeModule):
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
             dropped = torch.rand(len(text), device=text.device) < self.flow.caption_dropout
-            text = torch.where(dropped[:, None, None], self.empty_caption(), text)
+            # to the dtype of the captions, which precision bf16-true changes
+            text = torch.where(dropped[:, None, None], self.empty_caption().to(text.dtype), text)
         times = draw_flow_times(self.flow.times, self.flow.shift, len(clean), None, clean.device)
         noisy, velocity = flow_point(clean, torch.randn_like(clean), times)
         if self.linearization.matches_layers(self):

@@ -247,7 +247,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
                 "--model.vae=FOLDER_OR_NAME"
             )
         if self.codec is not None:
-            self.codec.model(torch.device("cpu"))
+            self.codec.check_channels(self.network.channels)
 
     @override
     def on_predict_start(self) -> None:

@@ -152,6 +152,9 @@ def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(
     model = ClassToImage(attention, 2, 8, 4, shape=SHAPE, vae=str(place / "vae"))
     batch = {"latent": latents[None], "label": torch.tensor([0])}
     assert torch.equal(model._clean(batch), latents[None])
+    model.check_drawable()
+    with pytest.raises(ValueError, match=r"the latents of VAE .*vae have 4 channels, and the model denoises 8"):
+        ClassToImage(attention, 2, 8, 8, shape=SHAPE, vae=str(place / "vae")).check_drawable()
     images = SignedImage(16)(Image.open(place / "photos/class0/0.png"))[None]
     torch.manual_seed(0)
     encoded = torch.stack([model._clean({"image": images, "label": torch.tensor([0])}) for _ in range(50)])

@@ -160,6 +160,23 @@ def test_latents_of_several_sizes(folder: Path, tmp_path: Path) -> None:
     assert not list(folder.glob("*.tar"))
     with pytest.raises(SystemExit, match="--buckets gives all sizes; leave out --height and --width"):
         registry.run("prepare caption-latents", [*words, "--buckets", *BUCKETS, "--width", "16"])
+    for name, value in (("text_length", "4"), ("instruction", "a picture of")):
+        other = [
+            str(folder),
+            str(tmp_path / name),
+            *words[2:],
+            f"--{name}",
+            value,
+            "--buckets",
+            *BUCKETS,
+            "--max_skipped",
+            "1",
+        ]
+        registry.run("prepare caption-latents", other)
+        for train, val in (([str(out), str(tmp_path / name)], str(out)), (str(out), str(tmp_path / name))):
+            module = ImageLatentShards(train, val, batch_size=3, num_workers=0)
+            with pytest.raises(ValueError, match=rf"captions have {name}=.* beside the first training shard"):
+                [module.train_dataloader(), module.val_dataloader()]
     with pytest.raises(SystemExit, match=r"made from different files or options \(buckets was .* and is None\)"):
         registry.run("prepare caption-latents", [*words, "--max_skipped", "1"])
     with pytest.raises(ValueError, match=r"bucket \d+x\d+: only \d latents are nearest to it"):

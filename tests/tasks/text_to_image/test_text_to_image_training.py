@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -244,6 +245,18 @@ def test_a_host_without_cross_attention_says_so() -> None:
         ValueError, match=r"cross_attention: DiTTransformer2DModel .*cross_attention: null keeps the original"
     ):
         build_transformer(host, Shape(), *options)
+
+
+@pytest.mark.parametrize("option", ["", "--model.distillation.teacher={pretrained}"])
+def test_training_in_bfloat16_alone(option: str, server: ForkServer, pretrained: Path, tmp_path: Path) -> None:
+    """Captions that are dropped and the teacher have the precision of the weights."""
+    start = checkpoint(pretrained, 4)
+    options = [option.format(pretrained=start)] if option else []
+    path = config(tmp_path, "half", {"attention": {"kind": "mhla", "block_grid": [2, 2]}, "pretrained": str(start)})
+    fit(server, tmp_path, "fit", "--config", path, "--trainer.precision=bf16-true", *options)
+    losses = [float(value) for value in column(tmp_path / "half", "train/loss").values()]
+    assert len(losses) == 4
+    assert all(map(math.isfinite, losses))
 
 
 def test_fid_during_training(server: ForkServer, tmp_path: Path) -> None:
