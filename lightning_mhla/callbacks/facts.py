@@ -14,6 +14,7 @@ from lightning import LightningModule, Trainer
 
 from lightning_mhla.attention import AttentionConfig
 from lightning_mhla.callbacks.pictures import numbered_layers
+from lightning_mhla.data.loader import ResumableLoader
 from lightning_mhla.system.hyperparameters import plain
 from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.redaction import redacted
@@ -150,6 +151,11 @@ def skipped_parts(
             was none.
     """
     parts = _skipped_validation(trainer, points, validated_step)
+    loader = trainer.train_dataloader
+    if isinstance(loader, ResumableLoader) and loader.skipped:
+        process = " of the first process" if trainer.world_size > 1 else ""
+        (first, *_) = loader.skipped.values()
+        parts.append(f"{plural(len(loader.skipped), 'broken training sample')}{process}, such as {redacted(first)}.")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
         if isinstance(callback, SkipsParts):
             parts += callback.skipped_parts(trainer)

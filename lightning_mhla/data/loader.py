@@ -248,7 +248,7 @@ class ResumableLoader:
         self.source, self.batch_size, self.train, self.seed = source, batch_size, train, seed
         self.rank, self.world, self.window, self.max_skipped = rank, world, window, max_skipped
         self.progress, self.ahead = progress, ahead
-        self.skipped: set[int] = set()
+        self.skipped: dict[int, str] = {}  # messages about broken samples by index, in the order of their discovery
         self.groups = sample_groups(source)
         if not len(self):
             raise ValueError(f"{len(source)} training samples do not fill one batch of batch_size={batch_size}")
@@ -342,7 +342,7 @@ class ResumableLoader:
         for index, message in skipped:
             if index not in self.skipped:
                 log.warning("skipped a broken sample: %s", message)
-                self.skipped.add(index)
+                self.skipped[index] = message
         if len(self.skipped) > self.max_skipped:
             raise BrokenSampleError(
                 f"{len(self.skipped)} training samples are broken, more than max_skipped={self.max_skipped}; "

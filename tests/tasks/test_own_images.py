@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import html
 import io
 import json
 import logging
@@ -71,6 +72,10 @@ def test_broken_images_are_counted_and_reported_once_a_run(
     main([*command, f"--run_dir={tmp_path / 'run'}", "--data.shards.max_skipped=2"])
     said = [record.getMessage() for record in caplog.records if "skipped a broken sample" in record.getMessage()]
     assert sorted(Path(line.split(": ")[1]).parent.name for line in said) == ["a", "b"]
+    (skipped,) = json.loads((tmp_path / "run/run.json").read_text())["skipped"]
+    first = said[0].removeprefix("skipped a broken sample: ")
+    assert skipped == f"2 broken training samples, such as {first}."
+    assert html.escape(skipped) in (tmp_path / "run/report.html").read_text()
     with pytest.raises(SystemExit, match="2 training samples are broken, more than max_skipped=1"):
         main([*command, f"--run_dir={tmp_path / 'strict'}", "--data.shards.max_skipped=1"])
 
