@@ -265,7 +265,9 @@ def test_fewer_bytes_are_chosen() -> None:
     forward = traffic(1, 32768, 4, 128, 256, 512, 4, terms=8, causal=True, normalize=False)
     both_ways = traffic(1, 32768, 4, 128, 256, 512, 4, terms=8, causal=False, normalize=False)
     assert forward.tokens is both_ways.tokens is None
-    assert forward.summaries == 4 * 3 * 8 * 128 * 256 * 4, "a running sum of each term in float32 from each other process"
+    assert forward.summaries == 4 * 3 * 8 * 128 * 256 * 4, (
+        "a running sum of each term in float32 from each other process"
+    )
     assert both_ways.summaries == 2 * forward.summaries
 
 
