@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -14,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 from torch import Tensor
 
-from lightning_mhla.data import SampleSource
+from lightning_mhla.data import BrokenSampleError, SampleSource
 from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, gather_round
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures
 from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble, extract, image_set, read_set, score
@@ -25,6 +26,8 @@ from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.sharding import fingerprint
+
+log = logging.getLogger(__name__)
 
 MOST_REAL = 50_000
 """Maximum number of real images that samples are compared with."""
@@ -248,11 +251,11 @@ class GenerationMetrics(SampleGrid):
 
 
 def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield up to 50,000 real images, evenly spaced in a data set, in batches.
+    """Yield up to 50,000 real images, evenly spaced in a data set, in batches. Images that cannot be read are left out.
 
     Args:
         source: data set whose samples have an ``image`` with values from -1 to 1.
-        batch_size: number of images in a batch. The last batch may have fewer.
+        batch_size: number of images in a batch. Batches with broken images, and the last one, may have fewer.
 
     Yields:
         Batch of b images ``[b, C, S, S]`` uint8.
@@ -261,4 +264,11 @@ def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
     indices = [index * len(source) // count for index in range(count)]
     chunks = range(0, count, batch_size)
     for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
-        yield to_pixels(torch.stack([source[index]["image"] for index in indices[start : start + batch_size]]))
+        images = []
+        for index in indices[start : start + batch_size]:
+            try:
+                images.append(source[index]["image"])
+            except BrokenSampleError as error:  # training skips such images, too
+                log.warning("left out of the reference: %s", error)
+        if images:
+            yield to_pixels(torch.stack(images))

@@ -21,9 +21,19 @@ from tiny import ROOT, digits_config
 from torch import Tensor, nn
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.generative.fidelity.features import Features
-from lightning_mhla.generative.fidelity.scores import ImageSet, Moments, frechet_distance, moments, read_set, score
+from lightning_mhla.generative.fidelity.callback import _batches
+from lightning_mhla.generative.fidelity.features import Features, RandomFeatures
+from lightning_mhla.generative.fidelity.scores import (
+    ImageSet,
+    Moments,
+    frechet_distance,
+    image_set,
+    moments,
+    read_set,
+    score,
+)
 from lightning_mhla.system.sharding import fingerprint
 from lightning_mhla.training.loading import load_module
 
@@ -212,6 +222,27 @@ def test_the_classifier_of_digits_names_those_held_out() -> None:
     assert (logits.argmax(1) == labels).float().mean() > 0.97
     one, two, other = (fingerprint(DigitFeatures(seed, epochs=1).network()) for seed in (0, 0, 1))
     assert one == two != other
+
+
+@pytest.mark.parametrize("broken", [{2}, {0, 1, 2, 3}, set(range(10))], ids=["one", "a batch", "all"])
+def test_broken_images_are_left_out_of_the_reference(broken: set[int], caplog: pytest.LogCaptureFixture) -> None:
+    class Images:
+        def __len__(self) -> int:
+            return 10
+
+        def __getitem__(self, index: int) -> dict[str, Tensor]:
+            if index in broken:
+                raise BrokenSampleError(f"{index}.png: the image cannot be decoded")
+            return {"image": torch.full((1, 8, 8), index / 10)}
+
+    source: Any = Images()
+    batches = list(_batches(source, 4))
+    levels = [round((float(image[0, 0, 0]) / 127.5 - 1) * 10) for batch in batches for image in batch]
+    assert levels == [index for index in range(10) if index not in broken]
+    assert caplog.text.count("left out of the reference: ") == len(broken)
+    if not levels:
+        with pytest.raises(ValueError, match="no images"):
+            image_set("the data", _batches(source, 4), RandomFeatures(0), CPU)
 
 
 @pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])
