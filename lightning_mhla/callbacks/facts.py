@@ -185,7 +185,10 @@ def _validation_period(trainer: Trainer) -> str:
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if epochs is None or interval not in (1.0, None):
         unit = " of an epoch" if isinstance(interval, float) else ""
-        return f"val_check_interval={interval}{unit} does not end where the {_length(trainer)} end"
+        return (
+            f"val_check_interval={interval}{unit} does not end where the {_length(trainer)} end; set "
+            "--trainer.val_check_interval to a number of batches that divides the run"
+        )
     if not trainer.is_last_batch:
         return (
             "the run ended inside an epoch; for a validation at its end, set --trainer.check_val_every_n_epoch=null and "
