@@ -98,15 +98,31 @@ def test_a_language_model_and_the_same_options_again(texts: MiniTexts, server: F
     status, said = server.run("linearize", *words, "--steps", "5", "4", module="mhla_tasks")
     assert status == 1
     message = (
-        "out-work was begun with --steps=4 4, not 5 4; --block_size=16, not 128. Continue with the same options, or"
+        "out-work was begun with --steps=4 4, not 5 4; --block_size=16, not 128. Continue with the same options, choose"
     )
     assert message in said
+    assert f"or delete {work} to begin again" in said
 
 
-def test_a_text_encoder_with_a_budget(texts: MiniTexts, server: ForkServer, tmp_path: Path) -> None:
-    source = small_bert(tmp_path / "bert", texts.tokenizer)
-    words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    linearize(server, *words, "--budget=2s", "--block_size=8")  # eight blocks, of which three are near
+def test_a_text_encoder_with_a_budget_after_two_wrong_calls(
+    texts: MiniTexts, server: ForkServer, tmp_path: Path
+) -> None:
+    source = small_bert(tmp_path / "bert", texts.tokenizer)  # for 128 tokens, fewer than the default length
+    _, *options = OPTIONS
+    words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--budget=2s", "--block_size=8", *options]
+    status, said = server.run("linearize", *words, "--val", str(texts.val), "--length=512", module="mhla_tasks")
+    assert status == 1
+    assert f"--length=512 is above the 128 tokens that {source} allows; use --length=128 or less" in said
+    assert not (tmp_path / "out-work").exists(), "nothing was written"
+    (tmp_path / "short.txt").write_text("Too short.")
+    status, said = server.run("linearize", *words, "--val", str(tmp_path / "short.txt"), module="mhla_tasks")
+    assert status == 1
+    assert "no paragraph of at least 40 characters" in said
+    said = linearize(server, *words, "--val", str(texts.val))
+    assert f"out-work was begun with --val={tmp_path}/short.txt, not {texts.val}; nothing was trained" in said
+    assert "warning:" not in said, "most samples exceed the window of 24 tokens"
+    assert "1 of 2 layers keeps softmax: layer " in said
+    assert json.loads((tmp_path / "out-work/choices.json").read_text())["settings"]["length"] == 128
     plan = json.loads((tmp_path / "out-work/plan.json").read_text())
     assert all(steps >= 4 for steps in plan["steps"])
     assert all(seconds > 0 for seconds in plan["seconds_per_step"])
@@ -151,7 +167,10 @@ def test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_expo
 ) -> None:
     source = small_bert(tmp_path / "bert", texts.tokenizer)
     words = [str(source), str(tmp_path / "out"), "--train", str(texts.train), "--val", str(texts.val), *OPTIONS]
-    said = linearize(server, *words, "--steps", "4", "8", "--block_size=8", "--keep=0", "--tune_lr=0.3")
+    said = linearize(server, *words, "--steps", "4", "8", "--block_size=32", "--keep=0", "--tune_lr=0.3")
+    warning = "100% of the held-out samples have at most 96 tokens and fit in the softmax window of mhla_window"
+    assert f"warning: {warning}" in said
+    assert warning in (tmp_path / "out-work/report.html").read_text()
     assert "the second run made the model worse: val/cosine" in said
     results = json.loads((tmp_path / "out-work/results.json").read_text())
     curve = [value for _, value in results["tuning"]["curves"]["val/cosine"]]

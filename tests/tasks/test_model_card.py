@@ -14,6 +14,9 @@ import yaml
 from grouped import grouped
 from mhla_tasks.classification import ImageClassifier
 from mhla_tasks.commandline import registry
+from mhla_tasks.language import LinearizedTextEncoder
+from mhla_tasks.tools.card import ExportedRun, write_card
+from transformers import BertConfig
 
 
 def module(classes: int) -> ImageClassifier:
@@ -89,3 +92,31 @@ def test_a_score_of_earlier_weights_is_said_to_be_one(tmp_path: Path) -> None:
     )
     assert str(tmp_path) not in (tmp_path / "out/README.md").read_text()
     assert "lightning export alone.ckpt out" in parts["Commands"]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "text"),
+    [
+        (None, "attention: `mhla_window`."),
+        (["replace"], "attention: `mhla_window`."),
+        (["keep", "replace", "replace", "keep"], "attention: `mhla_window`, original attention in 2 of 4 layers."),
+        (["keep", "replace"], "attention: `mhla_window`, original attention in 2 of 4 layers."),
+        (
+            ["keep", "linear", "replace", "linear"],
+            "attention: `linear`, `mhla_window`, original attention in 1 of 4 layers.",
+        ),
+    ],
+    ids=str,
+)
+def test_a_hybrid_names_its_attention_and_the_layers_that_keep_the_original(
+    kinds: list[str] | None, text: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 32}
+    BertConfig(vocab_size=40, **sizes).save_pretrained(tmp_path)
+    model = LinearizedTextEncoder(str(tmp_path), layer_kinds=kinds)
+    points = {"val/cosine": [[4, 0.9999967]], "val/loss": [[4, 9.514e-07]]}
+    content = {"hyper_parameters": dict(model.hparams), "callbacks": {"RunReport": {"points": points}}}
+    write_card(model, content, tmp_path / "README.md", "out", "", None, ExportedRun(tmp_path / "a.ckpt", [], False))
+    card = (tmp_path / "README.md").read_text()
+    assert f"trained with lightning-mhla; {text}\n" in card
+    assert "| `val/cosine` | 0.9999967 | 4 |\n| `val/loss` | 9.514e-07 | 4 |" in card

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,8 @@ from mhla_kernels.version import __version__
 from lightning_mhla.callbacks.page import duration, fenced
 from lightning_mhla.checkpoints.former_names import present_options
 from lightning_mhla.checkpoints.runs import CONFIG, is_run
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.swap import KEEP, REPLACE
+from lightning_mhla.system.numbers import plural, rounded
 from lightning_mhla.system.redaction import published
 from lightning_mhla.system.untrusted import read_yaml
 from lightning_mhla.training.module import TrainingModule
@@ -113,7 +115,7 @@ def write_card(
     epochs = (progress.get("current") or {}).get("started", content.get("epoch", 0) + 1)
     parts = [
         f"---\n{yaml.safe_dump(header, sort_keys=False)}---\n\n# {escaped(folder)}",
-        f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory)}.",
+        f"{article} `{name}` of {count:,} parameters, trained with lightning-mhla{_attention(memory, module)}.",
         f"## Loading\n\n{fenced(code, 'python')}",
         *_classes(module),
         f"## Training data\n\n{_data(data)}",
@@ -146,17 +148,36 @@ def _options(memory: Any) -> dict[str, Any]:
     return {"class_path": class_path, "init_args": arguments} if class_path else arguments
 
 
-def _attention(memory: Mapping[str, Any]) -> str:
+def _attention(memory: Mapping[str, Any], module: TrainingModule) -> str:
     options = memory.get("init_args", memory)
     kind = (options.get("attention") or {}).get("kind")
-    kinds = dict.fromkeys(options.get("layer_kinds") or [kind])
+    pattern = options.get("layer_kinds") or [REPLACE]
+    kinds = dict.fromkeys(kind if entry == REPLACE else entry for entry in pattern if entry != KEEP)
     kind_list = ", ".join(inline_code(kind) for kind in kinds if kind)
     cross = (options.get("cross_attention") or {}).get("kind")
     paper = f" ([paper]({PAPER}))" if "mhla" in (*kinds, cross) else ""
-    described = [f"attention: {kind_list}"] * bool(kind_list) + [f"cross-attention: {inline_code(str(cross))}"] * bool(
-        cross
-    )
+    described = [f"attention: {kind_list}"] * bool(kind_list)
+    if KEEP in pattern:
+        depth = len(module.layers())
+        count = pattern.count(KEEP) * depth // len(pattern)  # the pattern repeats over all layers
+        described.append(f"original attention in {count:,} of {plural(depth, 'layer')}")
+    described += [f"cross-attention: {inline_code(str(cross))}"] * bool(cross)
     return f"; {', '.join(described)}{paper}" if described else ""
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Round a metric to four significant digits.
+
+    A cosine similarity above 0.999 has as many decimal places as two significant digits of its distance from 1 need, such as
+    ``0.9999967``, so that only a cosine of 1 is shown as ``1``.
+
+    Args:
+        name: name of the metric, such as ``val/cosine``.
+        value: value of the metric. None, NaN and infinities become ``not finite``.
+    """
+    if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
+        return rounded(value)
+    return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")
 
 
 def _report(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +202,7 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
     if not rows:
         return f"The checkpoint has none. This command measures them, with its file:\n\n{fenced(command, 'sh')}"
     exported_step = content.get("global_step", 0)
-    lines = [f"| {inline_code(name)} | {rounded(value)} | {step:,} |" for name, step, value in rows]
+    lines = [f"| {inline_code(name)} | {metric_text(name, value)} | {step:,} |" for name, step, value in rows]
     table = "\n".join(["| metric | value | step |", "| --- | ---: | ---: |", *lines])
     sentences = [f"The exported checkpoint is the state after step {exported_step:,}."]
     steps = {step for _, step, _ in rows}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,15 +41,11 @@ def convert_gguf(file: Path, folder: Path) -> None:
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if find_spec("gguf") is None:
-        raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
-    try:
+    with _reading_gguf(file):
         model: Any = AutoModelForCausalLM.from_pretrained(
             str(file.parent), gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
         )
         tokenizer = AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
-    except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, struct.error) as error:
-        raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
     # The weights are dequantized, but transformers does not save a model whose configuration says otherwise.
     model.config.__dict__.pop("quantization_config", None)
     plain = AutoModelForCausalLM.from_config(model.config, trust_remote_code=False)
@@ -57,6 +55,33 @@ def convert_gguf(file: Path, folder: Path) -> None:
     with rebuilt_folder(folder) as aside:
         plain.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
+
+
+def read_gguf_configuration(file: Path) -> Any:
+    """Read the configuration of a language model in a GGUF file, a ``PreTrainedConfig``, without reading its weights.
+
+    Args:
+        file: path of the GGUF file.
+
+    Raises:
+        ModuleNotFoundError: if the package gguf is not installed.
+        ValueError: if transformers cannot read the file.
+    """
+    from transformers import AutoConfig
+
+    with _reading_gguf(file):
+        return AutoConfig.from_pretrained(str(file.parent), gguf_file=file.name, trust_remote_code=False)
+
+
+@contextmanager
+def _reading_gguf(file: Path) -> Iterator[None]:
+    """Context manager that turns the errors with which transformers rejects a GGUF file into one ValueError."""
+    if find_spec("gguf") is None:
+        raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
+    try:
+        yield
+    except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, struct.error) as error:
+        raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
 
 
 def convert_onnx(file: Path, folder: Path) -> None:

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from lightning_mhla.swap import original_attention
 from lightning_mhla.training.encoder_libraries import TimmEncoders, TransformersEncoders, load_encoder
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.trust import find_class
-from mhla_tasks.tools.linearize.source import PretrainedSource
+from mhla_tasks.tools.linearize.source import Domain, PretrainedSource, longest_text
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,10 @@ CONTEXTS = (512, 2048, 4096)
 
 TOKENS_TIMED = 8
 """Number of generated tokens that are timed. The median time is reported."""
+
+WINDOW_BLOCKS: dict[Domain, int] = {"language": 2, "text": 3}
+"""Number of blocks in the softmax window of ``mhla_window``: the block of a token with the one before it or, in an encoder,
+with both of its neighbors."""
 
 
 class StepTimes(Callback):
@@ -103,6 +107,11 @@ def build(configuration: Mapping[str, Any]) -> tuple[TrainingModule, LightningDa
         description = configuration[part]
         made.append(find_class(description["class_path"], (base,))(**description["init_args"]))
     return made[0], made[1]
+
+
+def _build_data(configuration: Mapping[str, Any]) -> Any:
+    _, data = build({**configuration, "model": {"class_path": "lightning.pytorch.LightningModule", "init_args": {}}})
+    return data
 
 
 def _trainer(configuration: Mapping[str, Any], **options: Any) -> Trainer:
@@ -188,7 +197,7 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
     Returns:
         Token ids of each batch, ``[B, N + 1]`` int64.
     """
-    _, data = build({**configuration, "model": {"class_path": "lightning.pytorch.LightningModule", "init_args": {}}})
+    data = _build_data(configuration)
     data.prepare_data()
     batches: list[Tensor] = []
     for batch in data.val_dataloader():
@@ -198,6 +207,39 @@ def held_out_tokens(configuration: Mapping[str, Any], count: int) -> list[Tensor
     return batches
 
 
+def passage_lengths(configuration: Mapping[str, Any]) -> list[int]:
+    """Return the number of tokens of each held-out passage of a text encoder.
+
+    Args:
+        configuration: nested options, as in a configuration file of ``lightning fit``.
+    """
+    with quiet():  # the runs say which files are left out
+        return [len(row) for row in _build_data(configuration).source("validate").rows]
+
+
+def samples_in_window(lengths: Sequence[int], blocks: int, block_size: int) -> dict[str, float]:
+    """Measure how many samples fit in the softmax window of ``mhla_window``, in which it is almost the original attention.
+
+    Args:
+        lengths: number of tokens of each sample.
+        blocks: number of blocks in the window.
+        block_size: number of tokens in a block.
+
+    Returns:
+        Dict with ``block_size``, ``tokens`` of the window, ``share`` of the samples that are not longer than the window, and
+        ``smaller_block_size``, the largest power of two whose window is exceeded by at least half of the samples; 1 if there
+        is none.
+    """
+    tokens, median = blocks * block_size, sorted(lengths)[len(lengths) // 2]
+    largest = max(1, (median - 1) // blocks)
+    return {
+        "block_size": block_size,
+        "tokens": tokens,
+        "share": sum(length <= tokens for length in lengths) / len(lengths),
+        "smaller_block_size": 1 << (largest.bit_length() - 1),
+    }
+
+
 def longest_sample(source: PretrainedSource, network: Any) -> int | None:
     """Return the maximum number of tokens that a pretrained model accepts; None if there is no limit, as for image encoders.
 
@@ -205,7 +247,7 @@ def longest_sample(source: PretrainedSource, network: Any) -> int | None:
         source: description of the pretrained model.
         network: the model, with the original attention.
     """
-    return None if source.domain == "image" else getattr(network.config, "max_position_embeddings", None)
+    return None if source.domain == "image" else longest_text(network)
 
 
 @torch.no_grad()

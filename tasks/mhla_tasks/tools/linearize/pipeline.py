@@ -13,12 +13,13 @@ import torch
 import yaml
 
 from lightning_mhla.checkpoints.choice import best_checkpoint
+from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.system.files import write_json, write_whole
-from lightning_mhla.system.numbers import rounded
 from lightning_mhla.system.redaction import redact
+from mhla_tasks.tools.card import metric_text
 from mhla_tasks.tools.linearize import measure, stages
-from mhla_tasks.tools.linearize.report import write_report
-from mhla_tasks.tools.linearize.source import find_domain, image_side, open_source
+from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
+from mhla_tasks.tools.linearize.source import find_domain, open_source, sample_length
 from mhla_tasks.tools.processes import KILLED, describe_status, run_command
 
 CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
@@ -40,7 +41,8 @@ Fewer batches are used because the measurement evaluates the model once for each
 class Pipeline:
     """Linearization of a pretrained model: two training runs, an export and a report.
 
-    All intermediate results are stored in a working folder. A second call with the same options resumes from them.
+    All intermediate results are stored in a working folder. A second call with the same options resumes from them. A call with
+    different options begins again if nothing has been trained yet.
 
     Args:
         name: path or name of the pretrained model, see :func:`open_source`.
@@ -52,7 +54,7 @@ class Pipeline:
 
     Raises:
         FileNotFoundError: if there is no such pretrained model.
-        ValueError: if the working folder was created with different options, or the model cannot be linearized.
+        ValueError: if a model was trained with different options in the working folder, or the model cannot be linearized.
     """
 
     def __init__(
@@ -67,7 +69,10 @@ class Pipeline:
         self.target, self.work, self.settings, self.budget, self.steps = target, work, settings, budget, steps
         choices = {"source": name, "settings": asdict(settings), "budget": None if steps else budget, "steps": steps}
         self.choices: dict[str, Any] = json.loads(json.dumps(choices))
-        begun = self._check_choices()
+        begun_with = self._read(CHOICES)
+        begun = begun_with == self.choices
+        if begun_with and not begun:
+            self._discard_preparation(begun_with)
         self.source = open_source(name, work / "original", reuse=begun)  # first, so that a wrong model leaves no folder
         work.mkdir(parents=True, exist_ok=True)
         write_json(work / CHOICES, self.choices, indent=1)
@@ -94,26 +99,37 @@ class Pipeline:
         write_report(self.target, self.work, self.source, self.settings, self.results)
         _say(f"model: {self.target}\nreport: {self.work / 'report.html'}")
 
-    def _check_choices(self) -> bool:
-        """Return whether an earlier command with the same options has already used the working folder.
+    def _discard_preparation(self, begun_with: dict[str, Any]) -> None:
+        """Delete what an earlier command with different options has prepared in the working folder.
+
+        Args:
+            begun_with: options of the earlier command.
 
         Raises:
-            ValueError: if a command with different options has used it.
+            ValueError: if the earlier command has begun to train, or the shards were not prepared by it.
         """
-        begun_with = self._read(CHOICES)
-        if not begun_with or begun_with == self.choices:
-            return bool(begun_with)
+        difference = f"{self.work} was begun with {self._describe_changes(begun_with)}"
+        if "matching" in self._read(RESULTS) or any((self.work / "matching").rglob("*.ckpt")):
+            raise ValueError(
+                f"{difference}. Continue with the same options, choose a different folder with --work, or delete {self.work} "
+                "to begin again"
+            )
+        _say(f"{difference}; nothing was trained, so the preparation begins again")
+        for prefix in ("train", "val"):
+            ShardSet(self.work / "shards", prefix).delete()
+        # The choices are deleted last, so that a command that is killed here is not taken for a complete preparation.
+        for name in (RESULTS, PLAN, CHOICES):
+            (self.work / name).unlink(missing_ok=True)
+
+    def _describe_changes(self, begun_with: dict[str, Any]) -> str:
+        """Describe the options that differ from those of an earlier command, such as ``--length=512, not 128``."""
         former, present = (
             {**choices, **choices.get("settings", {}), "settings": None} for choices in (begun_with, self.choices)
         )
-        changed = [
+        return "; ".join(
             f"{name if name == 'source' else f'--{name}'}={_written(former.get(name))}, not {_written(value)}"
             for name, value in present.items()
             if value != former.get(name)
-        ]
-        raise ValueError(
-            f"{self.work} was begun with {'; '.join(changed)}. Continue with the same options, or choose a different folder "
-            "with --work"
         )
 
     @property
@@ -164,12 +180,21 @@ class Pipeline:
             return
         _say("quality before training")
         configuration = self._matching()
-        self._keep(original=measure.quality(configuration, original=True), swapped=measure.quality(configuration))
+        original, swapped = measure.quality(configuration, original=True), measure.quality(configuration)
+        if self.settings.kind == "mhla_window" and self.source.domain != "image":
+            self._keep(window=self._samples_in_window())
+        self._keep(original=original, swapped=swapped)
         monitor, _ = stages.MONITORS[self.source.domain]
         _say(
-            f"{monitor}: {rounded(self.results['original'][monitor])} original, "
-            f"{rounded(self.results['swapped'][monitor])} swapped"
+            f"{monitor}: {metric_text(monitor, original[monitor])} original, {metric_text(monitor, swapped[monitor])} swapped"
         )
+        if warning := window_note(self.results):
+            _say(f"warning: {warning}")
+
+    def _samples_in_window(self) -> dict[str, float]:
+        is_text = self.source.domain == "text"  # the samples of a language model all have the same length
+        lengths = measure.passage_lengths(self._matching()) if is_text else [self.settings.length]
+        return measure.samples_in_window(lengths, measure.WINDOW_BLOCKS[self.source.domain], self.settings.block_size)
 
     def _fit(self, name: str, configuration: dict[str, Any]) -> None:
         if name in self.results:
@@ -197,8 +222,8 @@ class Pipeline:
         if matched is None or tuned is None or (tuned >= matched if mode == "max" else tuned <= matched):
             return
         _say(
-            f"warning: the second run made the model worse: {monitor} {rounded(matched)} after matching, {rounded(tuned)} "
-            "at its best afterwards; use a lower --tune_lr and another --work"
+            f"warning: the second run made the model worse: {monitor} {metric_text(monitor, matched)} after matching, "
+            f"{metric_text(monitor, tuned)} at its best afterwards; use a lower --tune_lr and another --work"
         )
 
     def _choose_layers(self) -> None:
@@ -215,7 +240,7 @@ class Pipeline:
                 self.settings.accelerator,
             )
         self._keep(layers=costs)
-        _say(f"layers that keep softmax: {', '.join(map(str, costs['kept'])) or 'none'}")
+        _say(softmax_layers(costs["kept"], self.source.depth))
 
     def _export(self) -> None:
         target = str(self.target.resolve())
@@ -314,8 +339,9 @@ def linearize(options: Any) -> None:
     for name in ("batch_size", "block_size", "val_batches", "steps"):
         _check_positive(name, getattr(options, name))
     typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
-    defaults = dict(stages.DEFAULTS[find_domain(options.source)])
-    defaults["length"] = image_side(options.source, options.length) or defaults["length"]
+    domain = find_domain(options.source)
+    defaults = dict(stages.DEFAULTS[domain])
+    defaults["length"] = sample_length(options.source, domain, defaults["length"], options.length)
     _check_positive("length", options.length)
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])

@@ -18,6 +18,7 @@ from lightning_mhla.system.figures import make_panels, save_figure
 from lightning_mhla.system.files import write_whole
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.training.encoders import Pooling
+from mhla_tasks.tools.card import metric_text
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from mhla_tasks.tools.linearize.stages import MONITORS, Settings
 
@@ -74,8 +75,8 @@ MEANING = {
 SPEED = "pictures/speed.png"
 """Path of the picture of the speed, relative to the working folder."""
 
-ROUNDED = 1e-6
-"""Absolute value below which a metric is shown as 0, because it is a rounding error."""
+DECIMALS = 6
+"""Number of decimal places of the original's metrics. The distance of an encoder from itself is a smaller rounding error."""
 
 
 def write_report(
@@ -99,7 +100,7 @@ def write_report(
         _curves(results),
         _speed(source, work, results),
         _generation(results),
-        _layers(results),
+        _layers(source, results),
         f"<h2>Use it</h2><pre>{html.escape(loading_code(source, target.name, settings.length))}</pre>",
     ]
     write_whole(work / "report.html", document(title, "\n".join(part for part in parts if part)))
@@ -134,6 +135,36 @@ def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) ->
     )
 
 
+def softmax_layers(indices: Sequence[int], depth: int) -> str:
+    """Say which layers keep softmax attention, such as ``1 of 3 layers keeps softmax: layer 0 (counted from 0)``.
+
+    Args:
+        indices: indices of these layers.
+        depth: number of layers of the model.
+    """
+    if not indices:
+        return f"none of {depth} layers keeps softmax"
+    verb, noun = ("keeps", "layer") if len(indices) == 1 else ("keep", "layers")
+    return f"{len(indices)} of {depth} layers {verb} softmax: {noun} {', '.join(map(str, indices))} (counted from 0)"
+
+
+def window_note(results: Mapping[str, Any]) -> str:
+    """Return a warning if most held-out samples fit in the softmax window of ``mhla_window``; empty otherwise.
+
+    Args:
+        results: measurements of ``lightning linearize``, by name.
+    """
+    window = results.get("window")
+    if window is None or window["share"] <= 0.5:
+        return ""
+    return (
+        f"{window['share']:.0%} of the held-out samples have at most {window['tokens']:,} tokens and fit in the softmax window "
+        f"of mhla_window (blocks of {window['block_size']} tokens). The replaced layers are nearly softmax there, so the "
+        "scores say little about longer samples. Use longer samples, or "
+        f"--block_size={window['smaller_block_size']} with a different --work"
+    )
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return an HTML table whose first column contains text and whose other columns contain numbers."""
     first, *others = head
@@ -149,7 +180,7 @@ def _scrolling(rows: str) -> str:
 
 def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     stages = {
-        "original": results["original"],
+        "original": _original(results),
         "swapped": results["swapped"],
         "layers matched": results["matching"]["metrics"],
         "trained": results["tuning"]["metrics"],
@@ -162,7 +193,7 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
         # The explanation has a row of its own, so that all stages fit on the screen of a phone.
         title = f"{name.removeprefix('val/')} <span class=muted>({MEANING[name]})</span>"
         rows.append(f"<tr class=group><td colspan={len(stages)}>{title}</tr>")
-        rows.append(f"<tr>{''.join(f'<td class=n>{_number(values.get(name))}' for values in stages.values())}</tr>")
+        rows.append(f"<tr>{''.join(f'<td class=n>{_metric(name, values)}' for values in stages.values())}</tr>")
     note = "On held-out data. Swapped: right after the attention was replaced, before any training."
     if source.domain == "language":
         note += (
@@ -170,15 +201,19 @@ def _quality(source: PretrainedSource, results: Mapping[str, Any]) -> str:
             "that of the original does not mean that the new attention is better."
         )
     note = f"<p class=muted>{note}</p>"
+    if warning := window_note(results):
+        note += f"<p><b>Warning:</b> {warning}.</p>"
     return f"<h2>Quality</h2>{note}{_scrolling(''.join(rows))}"
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else rounded(_without_rounding_error(value))
+def _metric(name: str, values: Mapping[str, float | None]) -> str:
+    value = values.get(name)
+    return "" if value is None else metric_text(name, value)
 
 
-def _without_rounding_error(value: float) -> float:
-    return 0.0 if abs(value) < ROUNDED else value
+def _original(results: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the metrics of the original model without rounding errors; None for a metric that is not finite."""
+    return {name: value if value is None else round(value, DECIMALS) for name, value in results["original"].items()}
 
 
 def _positions(results: Mapping[str, Any]) -> str:
@@ -187,7 +222,7 @@ def _positions(results: Mapping[str, Any]) -> str:
     values = results["positions"]
     models = ("original", "linearized")
     ranges = [f"{low:,} to {high:,}" for low, high in itertools.pairwise(values["bounds"])]
-    rows = zip(ranges, *(map(_number, values[name]) for name in models), strict=True)
+    rows = zip(ranges, *(map(rounded, values[name]) for name in models), strict=True)
     note = "<p class=muted>Perplexity of the tokens at these positions of a held-out text.</p>"
     return f"<h2>By position</h2>{note}{_table(['position', *models], list(rows))}"
 
@@ -200,11 +235,11 @@ def _curves(results: Mapping[str, Any]) -> str:
         for stage in ("matching", "tuning")
         if (points := results[stage]["curves"].get(name))
     }
-    plots = []
+    plots, originals = [], _original(results)
     for title, names in panels_of(curves).items():
-        original = results["original"].get(f"val/{title}")
+        original = originals.get(f"val/{title}")
         lines = [Curve(name.split("/")[0], curves[name]) for name in names]
-        plots.append(plot(title, lines, None if original is None else (ORIGINAL, _without_rounding_error(original))))
+        plots.append(plot(title, lines, None if original is None else (ORIGINAL, original)))
     return f'<h2>Training</h2><div class="curves">{"".join(plots)}</div>' if plots else ""
 
 
@@ -261,17 +296,13 @@ def _generation(results: Mapping[str, Any]) -> str:
     return f"<h2>Generation</h2>{note}{_table(head, rows)}"
 
 
-def _layers(results: Mapping[str, Any]) -> str:
+def _layers(source: PretrainedSource, results: Mapping[str, Any]) -> str:
     if "layers" not in results:
         return ""
-    costs = results["layers"]
-    rows = [
-        [
-            f"layer {index}",
-            f"{value - costs['original']:+.4f}",
-            "softmax" if int(index) in costs["kept"] else "replaced",
-        ]
-        for index, value in costs["alone"].items()
-    ]
+    costs, rows = results["layers"], []
+    for index, value in costs["alone"].items():
+        cost = value - costs["original"]
+        kind = "softmax" if int(index) in costs["kept"] else "replaced"
+        rows.append([f"layer {index}", f"{'+' * (cost >= 0)}{rounded(cost)}", kind])
     head = ["after matching", f"loss by replacing it alone, per {costs['unit']}", "in the result"]
-    return f"<h2>Layers</h2>{_table(head, rows)}"
+    return f"<h2>Layers</h2><p>{softmax_layers(costs['kept'], source.depth)}.</p>{_table(head, rows)}"

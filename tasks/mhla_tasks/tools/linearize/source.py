@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from lightning_mhla.swap import is_swapped
 from lightning_mhla.swap.networks import read_configuration
 from lightning_mhla.swap.timm_networks import build_timm, read_timm_description, timm_name
 from lightning_mhla.training.encoders import Pooling
 from lightning_mhla.vision.preprocessing import Preprocessing
-from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx
+from mhla_tasks.language.lengths import position_table
+from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx, read_gguf_configuration
 
 Domain = Literal["language", "text", "image"]
 
@@ -166,6 +169,42 @@ def image_side(name: str, length: int | None = None) -> int | None:
             f"--length={length} is not a multiple of {patch}, the patch size of {name}; use {' or '.join(multiples)}"
         )
     return below
+
+
+def sample_length(name: str, domain: Domain, default: int, length: int | None = None) -> int:
+    """Return the default length of a training sample, in tokens or in pixels of an image's side, that a model allows.
+
+    Args:
+        name: path or name of the model, see :func:`open_source`.
+        domain: kind of the model.
+        default: default length for models of this kind; timm encoders have their own.
+        length: length that the user chose, which is only checked; None to use the default.
+
+    Raises:
+        FileNotFoundError: if there is no such model.
+        ValueError: if the model does not allow ``length``.
+    """
+    if domain == "image":
+        return image_side(name, length) or default
+    from transformers import AutoModel
+
+    file = _model_file(Path(name))
+    config = read_configuration(name) if file is None else read_gguf_configuration(file)
+    with torch.device("meta"):  # the size of its tables is known without weights
+        limit = longest_text(AutoModel.from_config(config, trust_remote_code=False))
+    if limit is None:
+        return default
+    if length is not None and length > limit:
+        raise ValueError(
+            f"--length={length} is above the {limit} tokens that {name} allows; use --length={limit} or less"
+        )
+    return min(default, limit)
+
+
+def longest_text(network: Any) -> int | None:
+    """Return the maximum number of tokens that a model of transformers reads; None if its configuration states no limit."""
+    limits = (getattr(network.config, "max_position_embeddings", None), position_table(network))
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def find_domain(name: str) -> Domain:
