@@ -247,7 +247,7 @@ def test_broken_images_are_left_out_of_the_reference(broken: set[int], caplog: p
 
 @pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])
 def test_labels_are_compared_with_classes_only(condition: str, names: bool) -> None:
-    """Prompts are numbered as well, but their numbers are no digits."""
+    """Prompts are numbered as well, but their numbers mean something else."""
 
     class Digits:
         num_conditions, device, sampling, ema_decay = 10, CPU, None, None
