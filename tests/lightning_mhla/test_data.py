@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import random
 import signal
 import subprocess
@@ -322,6 +323,15 @@ def test_find_shards_refuses(where: str, error: type[Exception], message: str, t
     (tmp_path / "empty").mkdir()
     with pytest.raises(error, match=message):
         find_shards(str(tmp_path / where) if ":" not in where else where)
+
+
+def test_a_copy_in_another_process_opens_its_own_files(shards: list[Path]) -> None:
+    """Worker processes that are spawned get a pickled reader, which cannot hold open files."""
+    reader = ShardReader(shards)
+    read = [reader.read(index, "jpg") for index in range(10)]
+    copy = pickle.loads(pickle.dumps(reader))
+    assert not copy._open
+    assert [copy.read(index, "jpg") for index in range(10)] == read
 
 
 @pytest.fixture
