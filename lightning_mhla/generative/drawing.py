@@ -38,11 +38,8 @@ class ImageGenerator(Protocol):
         device: device of the weights.
         ema_decay: decay of the exponential moving average of the weights; None if there is no average.
         sampling: default sampler options, a dataclass.
-        condition: noun for a condition: ``class`` if the conditions are the classes of the data, otherwise for example
-            ``prompt``.
     """
 
-    condition: str
     device: Any
     ema_decay: float | None
     sampling: Any
@@ -203,7 +200,7 @@ class SampleGrid(PeriodicEvaluation):
     def _show(self, trainer: Trainer, module: ImageGenerator, folder: Path, grid: Tensor) -> None:
         step, guidance = trainer.global_step, module.describe_sampling(self._sampling(module))["guidance"]
         figure = draw_grid(grid, module.num_conditions, f"step {step:,}, guidance {guidance:g}")
-        condition = module.condition
+        condition = condition_of(module)
         rows = f"Each row is a {condition}. " if module.num_conditions <= GRID else ""
         caption = (
             f"Samples ({self.name}) at step {step:,}, guidance {guidance:g}. {rows}Look for samples that belong to their "
@@ -225,6 +222,11 @@ class SampleGrid(PeriodicEvaluation):
                 f"{type(module).__name__} does not"
             )
         return module
+
+
+def condition_of(module: ImageGenerator) -> str:
+    """Return a noun for the conditions of a module: ``class`` unless its attribute ``condition`` says otherwise."""
+    return str(getattr(module, "condition", "class"))
 
 
 def _rest(module: Any) -> None:

@@ -28,17 +28,21 @@ NAME = re.compile(r"\d{6,}-class-?\d+\.png")
 
 
 def to_pixels(images: Tensor) -> Tensor:
-    """Convert images with values in [-1, 1] into uint8 images of the same shape, with values in [0, 255].
+    """Convert images with values in [-1, 1] into uint8 images of the same shape, with values in [0, 255]."""
+    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def check_finite(samples: Tensor) -> None:
+    """Check that generated samples are finite. NaN and infinity would look like black or white pixels.
 
     Raises:
-        ValueError: if a value is NaN or infinite, which would look like a black or white pixel.
+        ValueError: if a value is NaN or infinite.
     """
-    if not images.isfinite().all():
+    if not samples.isfinite().all():
         raise ValueError(
             "samples hold NaN or infinity: check the weights, the precision of the autoencoder, and the sampler's steps and "
             "guidance (--model.sampling)"
         )
-    return ((images.float() + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
 class SampleWriter(Callback):
@@ -67,7 +71,8 @@ class SampleWriter(Callback):
         (self._folder / "samples").mkdir(parents=True, exist_ok=True)  # on every machine: a folder may be local
         if trainer.is_global_zero:
             earlier = [path for path in (self._folder / "samples").iterdir() if NAME.fullmatch(path.name)]
-            for path in (*earlier, self._pixels_file()):
+            unfinished = (self._folder / "samples").glob("*.mhla-part")  # also those of earlier versions
+            for path in (*earlier, *unfinished):
                 path.unlink(missing_ok=True)
             if self.output == "npz":
                 self._pixels_file().touch()

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from typing import Any
 
 import torch
+from lightning import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
 from lightning_mhla.data.sampling import sample_generator
+from lightning_mhla.generative.images import check_finite
 from lightning_mhla.training.module import TrainingModule
 from lightning_mhla.training.options import TrainingOptions
 
+log = logging.getLogger(__name__)
+
 VALIDATION_SEED = 0
 """Seed of the noise and timesteps in validation, so that a sample always gets the same ones, on any number of processes."""
+
+
+def is_fitting(module: LightningModule) -> bool:
+    """Return whether a trainer is fitting the module; False for a module without a trainer."""
+    try:
+        return bool(module.trainer.state.fn == TrainerFn.FITTING)
+    except RuntimeError:  # Lightning's error without a trainer
+        return False
 
 
 class GenerativeModule(TrainingModule):
@@ -42,6 +56,19 @@ class GenerativeModule(TrainingModule):
         Returns:
             Losses ``[B]``.
         """
+
+    def check_samples(self, samples: Tensor) -> None:
+        """Check that generated samples are finite. During training, samples that are not give a warning only.
+
+        Raises:
+            ValueError: if a value is NaN or infinite, except in an evaluation during training.
+        """
+        try:
+            check_finite(samples)
+        except ValueError as error:
+            if not is_fitting(self):
+                raise
+            log.warning("%s", error)
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
         """Add the losses of a batch to the mean validation loss, with a fixed timestep and fixed noise for each sample."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
 from diffusers import DPMSolverMultistepScheduler
 
 from lightning_mhla.generative.flow import TIMESTEPS
@@ -18,6 +20,22 @@ def flow_solver(shift: float) -> DPMSolverMultistepScheduler:
     return DPMSolverMultistepScheduler(
         num_train_timesteps=TIMESTEPS, prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
     )
+
+
+def set_steps(scheduler: Any, steps: int, device: torch.device | None = None) -> None:
+    """Set the number of sampling steps of a scheduler.
+
+    Args:
+        scheduler: diffusers scheduler.
+        steps: number of sampling steps.
+        device: device of the timesteps; None for the CPU.
+    """
+    if isinstance(scheduler, DPMSolverMultistepScheduler) and scheduler.config.timestep_spacing == "trailing":
+        # the same grid as diffusers', which for some numbers of steps, such as 769, ends with a timestep of -1
+        ends = TIMESTEPS - np.arange(steps) * (TIMESTEPS / steps)
+        scheduler.set_timesteps(timesteps=(ends.round().astype(int) - 1).tolist(), device=device)
+    else:
+        scheduler.set_timesteps(steps, device=device)
 
 
 def check_steps(scheduler: Any, sampler: str, steps: int) -> None:
@@ -36,7 +54,7 @@ def check_steps(scheduler: Any, sampler: str, steps: int) -> None:
     """
     if not isinstance(scheduler, DPMSolverMultistepScheduler):
         return
-    scheduler.set_timesteps(steps)
+    set_steps(scheduler, steps)
     levels, times = scheduler.sigmas, scheduler.timesteps
     if len(levels.unique()) < len(levels) or times[:1].equal(times[1:2]):
         raise ValueError(

@@ -52,7 +52,7 @@ def test_the_default_length_is_one_that_the_model_allows(
     domain = find_domain(folder)
     assert sample_length(folder, domain, 512) == (limit or 512)
     assert sample_length(folder, domain, 32) == 32
-    if limit is None:
+    if limit is None or name == "Llama":  # without a table of positions, more tokens are possible
         assert sample_length(folder, domain, 32, 100_000) == 32
         return
     assert sample_length(folder, domain, 32, limit) == 32
@@ -68,7 +68,7 @@ def test_speed_is_not_measured_beyond_the_positions_of_a_model() -> None:
     assert longest_sample(source, transformers.RobertaModel(config)) == 126
 
 
-def test_the_context_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
+def test_the_context_of_a_gguf_file_is_the_default_length(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_context_length(96)
@@ -80,8 +80,6 @@ def test_the_context_of_a_gguf_file_limits_the_length(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.close()
     assert sample_length(str(tmp_path / "a.gguf"), "language", 1024) == 96
-    with pytest.raises(ValueError, match="--length=97 is above the 96 tokens"):
-        sample_length(str(tmp_path / "a.gguf"), "language", 1024, 97)
     (tmp_path / "b.gguf").write_bytes(b"GGUF")
     with pytest.raises(ValueError, match=r"transformers cannot read .*b.gguf"):
         sample_length(str(tmp_path / "b.gguf"), "language", 1024)

@@ -16,7 +16,8 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, SampleSource
-from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, gather_round
+from lightning_mhla.data.options import ShardOptions
+from lightning_mhla.generative.drawing import GRID, ImageGenerator, SampleGrid, condition_of, gather_round
 from lightning_mhla.generative.fidelity.features import FeatureNetwork, Features, InceptionFeatures
 from lightning_mhla.generative.fidelity.scores import ImageSet, Scores, assemble, extract, image_set, read_set, score
 from lightning_mhla.generative.images import to_pixels
@@ -111,8 +112,8 @@ class GenerationMetrics(SampleGrid):
             FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
         """
         super().on_fit_start(trainer, pl_module)
+        self._find_reference(trainer, self._checked(pl_module))  # the first process downloads the network
         self.features.network()  # built here in every process, because evaluations may change the default dtype
-        self._find_reference(trainer, self._checked(pl_module))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the metrics of all evaluations so far and the step of the last evaluation, to save them in a checkpoint."""
@@ -150,7 +151,7 @@ class GenerationMetrics(SampleGrid):
         network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
         shown: list[Tensor] = []
-        right, names_labels = 0, self.features.names_labels and module.condition == "class"
+        right, names_labels = 0, self.features.names_labels and condition_of(module) == "class"
         for tickets, pixels in self._rounds(trainer, module, self.samples):
             features = extract(self.features, network, pixels)
             # Only tensors can be gathered; the absent features get their place back below.
@@ -188,7 +189,8 @@ class GenerationMetrics(SampleGrid):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(data, HasRealImages):
             raise ValueError(f"reference={self.reference!r} names a part of {type(data).__name__}, which has no images")
-        batches = _batches(data.real_images(self.reference), self.batch_size)
+        most_broken = ShardOptions.max_skipped if self.reference == "train" else 0  # as training and validation
+        batches = _batches(data.real_images(self.reference), self.batch_size, most_broken)
         return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
@@ -250,25 +252,32 @@ class GenerationMetrics(SampleGrid):
         Console().print(table)
 
 
-def _batches(source: SampleSource, batch_size: int) -> Iterator[Tensor]:
-    """Yield up to 50,000 real images, evenly spaced in a data set, in batches. Images that cannot be read are left out.
+def _batches(source: SampleSource, batch_size: int, most_broken: int) -> Iterator[Tensor]:
+    """Yield up to 50,000 real images, evenly spaced in a data set, in batches. Broken images are left out.
 
     Args:
         source: data set whose samples have an ``image`` with values from -1 to 1.
         batch_size: number of images in a batch. Batches with broken images, and the last one, may have fewer.
+        most_broken: maximum number of broken images.
 
     Yields:
         Batch of b images ``[b, C, S, S]`` uint8.
+
+    Raises:
+        BrokenSampleError: if more images are broken.
     """
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
-    chunks = range(0, count, batch_size)
+    chunks, broken = range(0, count, batch_size), 0
     for start in track(chunks, "features of the reference", disable=len(chunks) < 50):
         images = []
         for index in indices[start : start + batch_size]:
             try:
                 images.append(source[index]["image"])
-            except BrokenSampleError as error:  # training skips such images, too
+            except BrokenSampleError as error:  # training skips as many by default
+                broken += 1
+                if broken > most_broken:
+                    raise
                 log.warning("left out of the reference: %s", error)
         if images:
             yield to_pixels(torch.stack(images))

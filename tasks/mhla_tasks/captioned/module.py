@@ -236,7 +236,9 @@ class CaptionedDiffusion(GenerativeModule):
         negative = self.captions.encode([chosen.negative_prompt], self.device, instructed=False)[0]
         captions = self.caption_arguments(text, negative.expand_as(text))
         drawn = denoise(self.host, self.network, shape, chosen, self.flow.shift, captions, indices, seed)
-        return self.to_bytes(drawn if self.codec is None else self.codec.decode(drawn))
+        samples = drawn if self.codec is None else self.codec.decode(drawn)
+        self.check_samples(samples)
+        return self.to_bytes(samples)
 
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
         """Draw a sample for each prompt, at most 32 at a time to limit memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -15,6 +15,7 @@ from rich.console import Console
 from torch import Tensor
 
 from lightning_mhla import AttentionConfig
+from lightning_mhla.checkpoints.sharded import is_sharded
 from lightning_mhla.system.files import to_json, write_json, write_whole
 from lightning_mhla.system.folders import run_folder, shown_place
 from lightning_mhla.system.listing import is_file_name
@@ -183,7 +184,9 @@ class SampleFolder(Callback):
         origin = {"weights": weights, "precision": trainer.precision, **options}
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
-        if "written" in recorded:  # by an earlier version, which recorded the path of the weights, but no hash of them
+        if "written" in recorded and _same_file(
+            recorded, str(trainer.ckpt_path or getattr(pl_module, "pretrained", None))
+        ):
             recorded |= {name: origin[name] for name in ("weights", "precision", "lora") if name in origin}
         sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
         groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
@@ -272,3 +275,15 @@ class SampleFolder(Callback):
             except ValueError:  # cut by a stop
                 continue
         return rows
+
+
+def _same_file(recorded: Mapping[str, Any], weights: str) -> bool:
+    """Return whether weights are the file that a record by an earlier version names, which holds no hash of them.
+
+    Args:
+        recorded: record with the path of the weights and the time in nanoseconds at which they were written, or None.
+        weights: path of the current weights.
+    """
+    path = Path(weights)
+    written = path.stat().st_mtime_ns if path.is_file() or is_sharded(path) else None
+    return recorded["weights"] == redacted(weights) and recorded["written"] == written

@@ -185,9 +185,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
             Images ``[B, C, H, W]`` uint8.
         """
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
-        return to_pixels(samples if self.codec is None else self.codec.decode(samples))
-
-    condition = "class"
+        images = samples if self.codec is None else self.codec.decode(samples)
+        self.check_samples(images)
+        return to_pixels(images)
 
     @property
     def num_conditions(self) -> int:

@@ -16,7 +16,7 @@ from PIL import Image
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.generative.flow import TIMESTEPS
-from lightning_mhla.generative.images import to_pixels
+from lightning_mhla.generative.images import check_finite, to_pixels
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.module import ClassToImage
 from mhla_tasks.diffusion.sampling import check_labels, denoise
@@ -110,7 +110,9 @@ class DiTPipeline(DiffusionPipeline):
         labels = torch.tensor(list(class_labels), device=self._execution_device)
         images: Any = denoise(self.transformer, self.scheduler, labels, steps, guidance, generator)
         if output_type != "latent":
-            pixels = to_pixels(images if self.vae is None else LatentCodec("", self.vae).decode(images)).cpu()
+            images = images if self.vae is None else LatentCodec("", self.vae).decode(images)
+            check_finite(images)
+            pixels = to_pixels(images).cpu()
             images = pixels
             if output_type != "pt":
                 images = pixels.permute(0, 2, 3, 1).numpy()

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.flow import TIMESTEPS
-from lightning_mhla.generative.solvers import check_steps
+from lightning_mhla.generative.solvers import check_steps, set_steps
 from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.model import DiT
 from mhla_tasks.diffusion.process import NoiseProcess, Sampler
@@ -99,7 +99,7 @@ def denoise(
         # Equal steps from noise to data; diffusers' default grid would end with a step of a thousandth.
         scheduler.set_timesteps(sigmas=np.linspace(1, 1 / steps, steps), device=labels.device)
     else:
-        scheduler.set_timesteps(steps, device=labels.device)
+        set_steps(scheduler, steps, labels.device)
     shape = (len(labels), network.channels, *network.sides)
     x = randn_tensor(shape, generator=generators, device=labels.device, dtype=torch.float32)
     ancestral = isinstance(scheduler, DDPMScheduler)  # the only one that draws noise and takes a learned variance

@@ -59,6 +59,7 @@ class TextToImage(CaptionedDiffusion):
     """
 
     host, samples, sample_key, text_option = SANA, "images", "image", "caption_channels"
+    condition = "prompt"
     transformer_options, sampling_options = SanaTransformerConfig, SanaSamplingConfig
     codec_kind, writer_kind = ImageCodec, ImageWriter
 
@@ -133,8 +134,6 @@ class TextToImage(CaptionedDiffusion):
         """Prompts of the data module. Metrics such as FID are computed from equally many images for each prompt."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
-
-    condition = "prompt"
 
     @property
     def num_conditions(self) -> int:

@@ -236,13 +236,15 @@ def test_broken_images_are_left_out_of_the_reference(broken: set[int], caplog: p
             return {"image": torch.full((1, 8, 8), index / 10)}
 
     source: Any = Images()
-    batches = list(_batches(source, 4))
+    batches = list(_batches(source, 4, len(broken)))
     levels = [round((float(image[0, 0, 0]) / 127.5 - 1) * 10) for batch in batches for image in batch]
     assert levels == [index for index in range(10) if index not in broken]
     assert caplog.text.count("left out of the reference: ") == len(broken)
     if not levels:
         with pytest.raises(ValueError, match="no images"):
-            image_set("the data", _batches(source, 4), RandomFeatures(0), CPU)
+            image_set("the data", _batches(source, 4, 10), RandomFeatures(0), CPU)
+    with pytest.raises(BrokenSampleError, match="the image cannot be decoded"):
+        list(_batches(source, 4, len(broken) - 1))
 
 
 @pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])

@@ -16,7 +16,8 @@ from tiny import tiny_dit
 from torch import Tensor, nn
 
 from lightning_mhla.generative.flow import draw_flow_times
-from lightning_mhla.generative.images import to_pixels
+from lightning_mhla.generative.images import check_finite, to_pixels
+from lightning_mhla.generative.solvers import set_steps
 
 ALL_SAMPLERS = [
     *((ProcessConfig(learn_sigma=False), sampler) for sampler in ("ddpm", "ddim", "dpm-solver++")),
@@ -95,7 +96,7 @@ def test_samplers_draw_from_the_distribution_that_the_network_knows(config: Proc
 
 @pytest.mark.parametrize(
     ("sampler", "steps"),
-    [("ddim", steps) for steps in (300, 334, 499, 501, 750, 1000)] + [("ddpm", 334), ("dpm-solver++", 999)],
+    [("ddim", steps) for steps in (300, 334, 499, 501, 750, 769, 998, 1000)] + [("ddpm", 334), ("dpm-solver++", 999)],
 )
 def test_the_distribution_is_right_for_any_number_of_steps(sampler: Any, steps: int) -> None:
     config = ProcessConfig(learn_sigma=False)
@@ -103,6 +104,15 @@ def test_the_distribution_is_right_for_any_number_of_steps(sampler: Any, steps: 
     labels = torch.zeros(1, dtype=torch.long)
     drawn = draw_samples(network, make_process(config), DiTSamplingConfig(sampler, steps), labels, range(1), 0)
     assert drawn.std().item() == pytest.approx(network.deviation, rel=0.1)
+
+
+def test_ddim_supports_every_number_of_steps() -> None:
+    scheduler = make_process(ProcessConfig()).scheduler("ddim")
+    for steps in range(1, 1001):
+        set_steps(scheduler, steps)
+        assert len(scheduler.timesteps) == steps
+        assert (scheduler.timesteps[0], scheduler.timesteps.min() >= 0) == (999, True)
+        assert (scheduler.timesteps.diff() < 0).all()
 
 
 @pytest.mark.parametrize("steps", [2, 10, 250])
@@ -325,9 +335,10 @@ def test_pixels_survive_the_way_to_signed_numbers_and_back() -> None:
     pixels = torch.arange(256, dtype=torch.uint8)
     assert torch.equal(to_pixels(pixels.float() / 127.5 - 1), pixels)
     assert to_pixels(torch.tensor([-2.0, 2.0, 0.6 / 127.5 - 1])).tolist() == [0, 255, 1]
+    check_finite(torch.zeros(2))
     for value in (torch.nan, torch.inf, -torch.inf):
         with pytest.raises(ValueError, match="samples hold NaN or infinity"):
-            to_pixels(torch.tensor([0.0, value]))
+            check_finite(torch.tensor([0.0, value]))
 
 
 def test_training_times_are_shifted_towards_noise() -> None:

@@ -421,10 +421,16 @@ def test_predict_goes_on_where_it_was_stopped(whole: Path, tmp_path: Path, monke
     ):
         with pytest.raises(SystemExit):
             predict(tmp_path / f"other{number}", start, *options, other)
-    origin = {**json.loads((output / "videos-origin.json").read_text()), "weights": "a.ckpt", "written": 1}
-    del origin["precision"]  # as an earlier version recorded the weights
-    (output / "videos-origin.json").write_text(json.dumps(origin))
-    predict(tmp_path / "third", start, *options)
+    written = {"weights": str(start), "written": start.stat().st_mtime_ns}  # as an earlier version recorded the weights
+    for number, change in enumerate(({"weights": "other.ckpt"}, {"written": 1}, {})):
+        origin = {**json.loads((output / "videos-origin.json").read_text()), **written, **change}
+        origin.pop("precision", None)
+        (output / "videos-origin.json").write_text(json.dumps(origin))
+        if change:
+            with pytest.raises(SystemExit):
+                predict(tmp_path / f"earlier{number}", start, *options)
+        else:
+            predict(tmp_path / f"earlier{number}", start, *options)
 
 
 @pytest.mark.parametrize("option", ["ckpt_path", "model.pretrained", "export"])

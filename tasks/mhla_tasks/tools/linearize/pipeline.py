@@ -13,6 +13,7 @@ import torch
 import yaml
 
 from lightning_mhla.checkpoints.choice import best_checkpoint
+from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.system.files import write_json, write_whole
 from lightning_mhla.system.redaction import redact
@@ -109,7 +110,8 @@ class Pipeline:
             ValueError: if the earlier command has begun to train, or the shards were not prepared by it.
         """
         difference = f"{self.work} was begun with {self._describe_changes(begun_with)}"
-        if "matching" in self._read(RESULTS) or any((self.work / "matching").rglob("*.ckpt")):
+        matching = self.work / "matching"
+        if "matching" in self._read(RESULTS) or any(matching.rglob("*.ckpt")) or in_use(matching):
             raise ValueError(
                 f"{difference}. Continue with the same options, choose a different folder with --work, or delete {self.work} "
                 "to begin again"

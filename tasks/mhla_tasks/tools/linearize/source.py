@@ -191,14 +191,15 @@ def sample_length(name: str, domain: Domain, default: int, length: int | None = 
     file = _model_file(Path(name))
     config = read_configuration(name) if file is None else read_gguf_configuration(file)
     with torch.device("meta"):  # the size of its tables is known without weights
-        limit = longest_text(AutoModel.from_config(config, trust_remote_code=False))
-    if limit is None:
-        return default
-    if length is not None and length > limit:
+        network = AutoModel.from_config(config, trust_remote_code=False)
+    trained = longest_text(network)
+    # Rotary positions of a language model have no end, so the length that its configuration names does not limit others.
+    limit = position_table(network) if domain == "language" else trained
+    if length is not None and limit is not None and length > limit:
         raise ValueError(
             f"--length={length} is above the {limit} tokens that {name} allows; use --length={limit} or less"
         )
-    return min(default, limit)
+    return default if trained is None else min(default, trained)
 
 
 def longest_text(network: Any) -> int | None:
