@@ -17,9 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rich
 import torch
 from fork_server import ForkServer
-from mhla_tasks.commandline.console import show_log
+from mhla_tasks.commandline.console import log_handler, show_log
 from mhla_tasks.commandline.errors import INTERRUPTED, READER_GONE, explain, reported
 from mhla_tasks.commandline.failures import explain_failure
 from mhla_tasks.commandline.parser import main
@@ -494,4 +495,7 @@ def test_a_log_line_has_its_level_once(is_terminal: bool, monkeypatch: pytest.Mo
     show_log(stream)
     root.warning("skipped a broken image: %s", "a [b] c.png")
     plain = re.sub(r"\x1b\[[0-9;]*m", "", stream.getvalue())
+    monkeypatch.setattr(sys, "stdout", stream)
+    shared = getattr(log_handler(sys.stdout), "console", None) is rich.get_console()
+    assert shared is is_terminal, "on the console of the progress bar, above which it prints"
     assert re.fullmatch(r"WARNING +skipped a broken image: a \[b\] c\.png *\n", plain)
