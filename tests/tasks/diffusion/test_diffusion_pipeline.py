@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, DPMSolverMultistepScheduler
+from lightning import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from mhla_tasks.diffusion import ClassToImage, DiTPipeline, DiTShape
 from mhla_tasks.diffusion.pretrained import load_pretrained
 from mhla_tasks.diffusion.process import ProcessConfig
@@ -106,3 +108,24 @@ def test_training_starts_from_an_exported_pipeline(tmp_path: Path) -> None:
     load_pretrained(fresh.network, str(tmp_path / "exported"))
     for name, tensor in fresh.network.state_dict().items():
         assert torch.equal(tensor, module.network.state_dict()[name]), name
+
+
+def test_samples_of_nan_are_an_error_and_in_training_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = make_module(CASES["flow, grey"], tmp_path)
+    torch.nn.init.constant_(next(module.network.parameters()), torch.nan)
+    pipeline = DiTPipeline.of_module(module)
+    drawn = torch.tensor([3]), [0], 11, module.sampling
+    for draw in (lambda: module.draw(*drawn), lambda: pipeline(class_labels=[3], seed=11)):
+        with pytest.raises(ValueError, match="samples hold NaN or infinity"):
+            draw()
+    module.trainer = trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    for function in (TrainerFn.FITTING, TrainerFn.PREDICTING):
+        trainer.state.fn = function
+        if function == TrainerFn.FITTING:
+            assert module.draw(*drawn).dtype == torch.uint8
+            assert "samples hold NaN or infinity" in caplog.text
+        else:
+            with pytest.raises(ValueError, match="samples hold NaN or infinity"):
+                module.draw(*drawn)
