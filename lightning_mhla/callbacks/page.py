@@ -21,7 +21,7 @@ from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import LARGEST, MATCHING, finite_points, panels_of, separate_stages
 from lightning_mhla.callbacks.stored_pictures import newest_pictures, read_picture, step_of
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.numbers import plural, rounded
+from lightning_mhla.system.numbers import metric_text, plural, rounded
 from lightning_mhla.system.redaction import redact
 
 PAGE = "report.html"
@@ -176,9 +176,11 @@ def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Seq
     if best and best["metric"] == main:
         better = "lower" if best["mode"] == "min" else "higher"
         is_last = best["step"] == step
-        notes.append("the best so far" if is_last else f"best {rounded(best['value'])} at step {best['step']:,}")
+        notes.append(
+            "the best so far" if is_last else f"best {metric_text(main, best['value'])} at step {best['step']:,}"
+        )
         notes.append(f"{better} is better")
-    text = f'<p class="score">{rounded(value)}</p><p><b>{html.escape(main)}</b>, {"; ".join(notes)}</p>'
+    text = f'<p class="score">{metric_text(main, value)}</p><p><b>{html.escape(main)}</b>, {"; ".join(notes)}</p>'
     curve = plot("", [Curve(main, points[main])], _original(record, main)) if points.get(main) else ""
     return f'<div class="main">{text}{curve}</div>'
 
@@ -254,8 +256,10 @@ def _metrics(record: Mapping[str, Any]) -> str:
     rows = []
     for name, points in record["metrics"].items():
         step, value = points[-1]
-        chosen = f"{rounded(best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
-        cells = f'<td class="n">{rounded(value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
+        chosen = (
+            f"{metric_text(name, best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
+        )
+        cells = f'<td class="n">{metric_text(name, value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
         rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
     head = '<tr><th>metric<th class="n">last<th class="n">step<th>best</tr>'
     return f'<h2>Metrics</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>'

@@ -24,7 +24,7 @@ from lightning_mhla.callbacks.points import MetricPoints, as_lists, matching_ste
 from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, is_trial, run_folder
 from lightning_mhla.system.listing import shown
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import metric_text
 
 __all__ = ["RECORD", "RunReport", "versions"]
 
@@ -186,7 +186,7 @@ class RunReport(Callback):
             return
         validated = self.points.of_validation()
         lines = [
-            (name, rounded(float(value)))
+            (name, metric_text(name, float(value)))
             for name, value in trainer.callback_metrics.items()
             if name.startswith("val/") or name in validated
         ]

@@ -38,6 +38,9 @@ class ImageGenerator(Protocol):
         device: device of the weights.
         ema_decay: decay of the exponential moving average of the weights; None if there is no average.
         sampling: default sampler options, a dataclass.
+
+    Conditions are taken for the classes of the data, unless the module has an attribute ``condition`` that names them, such as
+    ``"prompt"``.
     """
 
     device: Any

@@ -80,3 +80,18 @@ def plural(count: int, noun: str, many: str = "") -> str:
         many: plural of the noun; empty for the singular with an ``s``.
     """
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {many or noun + 's'}"
+
+
+def metric_text(name: str, value: float | None) -> str:
+    """Round a metric to four significant digits.
+
+    A cosine similarity above 0.999 has as many decimal places as two significant digits of its distance from 1 need, such as
+    ``0.9999967``, so that only a cosine of 1 is shown as ``1``.
+
+    Args:
+        name: name of the metric, such as ``val/cosine``.
+        value: value of the metric. None, NaN and infinities become ``not finite``.
+    """
+    if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
+        return rounded(value)
+    return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")

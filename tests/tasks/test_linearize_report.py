@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mhla_tasks.tools.card import metric_text
 from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from test_linearize_options import SETTINGS
+
+from lightning_mhla.system.numbers import metric_text
 
 
 @pytest.mark.parametrize(

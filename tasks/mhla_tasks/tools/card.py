@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from lightning_mhla.callbacks.page import duration, fenced
 from lightning_mhla.checkpoints.former_names import present_options
 from lightning_mhla.checkpoints.runs import CONFIG, is_run
 from lightning_mhla.swap import KEEP, REPLACE
-from lightning_mhla.system.numbers import plural, rounded
+from lightning_mhla.system.numbers import metric_text, plural
 from lightning_mhla.system.redaction import published
 from lightning_mhla.system.untrusted import read_yaml
 from lightning_mhla.training.module import TrainingModule
@@ -163,21 +162,6 @@ def _attention(memory: Mapping[str, Any], module: TrainingModule) -> str:
         described.append(f"original attention in {count:,} of {plural(depth, 'layer')}")
     described += [f"cross-attention: {inline_code(str(cross))}"] * bool(cross)
     return f"; {', '.join(described)}{paper}" if described else ""
-
-
-def metric_text(name: str, value: float | None) -> str:
-    """Round a metric to four significant digits.
-
-    A cosine similarity above 0.999 has as many decimal places as two significant digits of its distance from 1 need, such as
-    ``0.9999967``, so that only a cosine of 1 is shown as ``1``.
-
-    Args:
-        name: name of the metric, such as ``val/cosine``.
-        value: value of the metric. None, NaN and infinities become ``not finite``.
-    """
-    if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
-        return rounded(value)
-    return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")
 
 
 def _report(content: Mapping[str, Any]) -> dict[str, Any]:

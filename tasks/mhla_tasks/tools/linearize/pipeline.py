@@ -16,8 +16,8 @@ from lightning_mhla.checkpoints.choice import best_checkpoint
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.system.files import write_json, write_whole
+from lightning_mhla.system.numbers import metric_text
 from lightning_mhla.system.redaction import redact
-from mhla_tasks.tools.card import metric_text
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
 from mhla_tasks.tools.linearize.source import find_domain, open_source, sample_length

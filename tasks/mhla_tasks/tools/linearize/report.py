@@ -16,9 +16,8 @@ from lightning_mhla.callbacks.points import panels_of
 from lightning_mhla.callbacks.stored_pictures import read_picture
 from lightning_mhla.system.figures import make_panels, save_figure
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import metric_text, rounded
 from lightning_mhla.training.encoders import Pooling
-from mhla_tasks.tools.card import metric_text
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from mhla_tasks.tools.linearize.stages import MONITORS, Settings
 
