@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mhla_tasks.tools import layer_costs
 from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from test_linearize_options import SETTINGS
@@ -87,3 +88,15 @@ def test_samples_in_the_window_are_warned_of(tmp_path: Path) -> None:
     for entries in ({}, {"window": {**window, "share": 0.5}}):
         assert not window_note(entries)
         assert "Warning" not in page(tmp_path, **entries)
+
+
+@pytest.mark.parametrize(("kept", "label"), [([0], "layer 0 kept"), ([0, 2], "layer 0, 2 kept"), ([], "no layer kept")])
+def test_costs_of_layers_have_significant_digits(kept: list[int], label: str) -> None:
+    costs = {
+        "original": 2.1e-7, "replaced": 1.4e-5, "alone": {0: 1.9e-6, 1: 8.1e-7}, "unit": "sample", "kept": kept,
+        "hybrid": 1e-7, "layer_kinds": ["keep", "replace"],
+    }  # fmt: skip
+    lines = [line.split("  ") for line in layer_costs.table(costs).splitlines()[1:-1]]
+    names, differences = [line[0].strip() for line in lines], [line[-1] for line in lines]
+    assert names == ["original", "layer 0 new", "layer 1 new", "all new", label]
+    assert differences == ["+0", "+1.69e-06", "+6e-07", "+1.379e-05", "-1.1e-07"]

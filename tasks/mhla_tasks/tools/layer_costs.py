@@ -15,6 +15,7 @@ from lightning_mhla.checkpoints.former_names import stored_options
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
 from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
+from lightning_mhla.system.numbers import rounded
 from lightning_mhla.training.encoders import EncoderDistillation
 from lightning_mhla.training.linearize import TransferOptions
 from mhla_tasks.commandline.trust import AllowError, find_class
@@ -111,9 +112,11 @@ def table(costs: dict[str, Any]) -> str:
         ("original", losses.original),
         *((f"layer {index} new", value) for index, value in losses.alone.items()),
         ("all new", losses.replaced),
-        (f"kept: {', '.join(map(str, costs['kept'])) or 'none'}", costs["hybrid"]),
+        (f"layer {', '.join(map(str, costs['kept']))} kept" if costs["kept"] else "no layer kept", costs["hybrid"]),
     ]
-    lines += [f"{name:<14} {value:.4f}  {value - losses.original:+.4f}" for name, value in rows]
+    for name, value in rows:
+        difference = value - losses.original
+        lines.append(f"{name:<18} {rounded(value):>9}  {'+' * (difference >= 0)}{rounded(difference)}")
     return "\n".join([*lines, f"layer_kinds: [{', '.join(costs['layer_kinds'])}]", ""])
 
 
