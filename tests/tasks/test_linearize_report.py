@@ -91,7 +91,7 @@ def test_samples_in_the_window_are_warned_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kept", "label"), [([0], "layer 0 kept"), ([0, 2], "layer 0, 2 kept"), ([], "no layer kept")])
-def test_costs_of_layers_have_significant_digits(kept: list[int], label: str) -> None:
+def test_the_table_of_layers_has_significant_digits(kept: list[int], label: str) -> None:
     costs = {
         "original": 2.1e-7, "replaced": 1.4e-5, "alone": {0: 1.9e-6, 1: 8.1e-7}, "unit": "sample", "kept": kept,
         "hybrid": 1e-7, "layer_kinds": ["keep", "replace"],
