@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
+from lightning_mhla.data.encoded_by import compare_model, recorded_options
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.origins import MODEL_FILES
@@ -25,7 +26,6 @@ from lightning_mhla.system.listing import visible_folders
 from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.ranges import check_range, check_seed
 from lightning_mhla.system.redaction import check_secrets
-from lightning_mhla.system.untrusted import read_json
 
 log = logging.getLogger(__name__)
 
@@ -105,8 +105,8 @@ class ShardSets:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
         """
         for manifest in sorted({beside_shard(shard, "manifest.json") for shard in self.find(stage)}):
-            digest = _model_files(manifest)
-            if digest is None or digest in self._encoders:
+            digest = recorded_options(manifest).get(MODEL_FILES)
+            if not isinstance(digest, str) or digest in self._encoders:
                 continue
             self._encoders[digest] = manifest
             first = next(iter(self._encoders.values()))
@@ -115,6 +115,18 @@ class ShardSets:
                     "%s and %s name models with different files: unless their weights are equal, the latents have different "
                     "meanings; prepare all shards with one model", first, manifest,
                 )  # fmt: skip
+
+    def compare_model(self, option: str, path: str) -> None:
+        """Log a warning if a different model encoded the training samples than the one with which a module decodes them.
+
+        A folder counts as the same model if it is the recorded one, or its files have the recorded digest.
+
+        Args:
+            option: option of the module that names the model, such as ``model.vae``.
+            path: value of the option: folder of a model or of a pipeline that contains it, or name of either on the hub.
+        """
+        if self.class_folder("train") is None:
+            compare_model(beside_shard(self.find("train")[0], "manifest.json"), option, path)
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
         """Return a function that creates a context manager for downloading the shards of a stage ahead of their use.
@@ -146,15 +158,6 @@ def _location(where: Any) -> str | list[str]:
     # Not os.fspath: objects for remote paths have no local path, or download the file to get one.
     names = [str(part) for part in ([where] if isinstance(where, str) or not isinstance(where, Iterable) else where)]
     return names[0] if len(names) == 1 else names
-
-
-def _model_files(manifest: Path) -> str | None:
-    """Return the digest of a model's files that a manifest records; None if it has none, as in shards of other programs."""
-    try:
-        digest = read_json(manifest).get(MODEL_FILES)
-    except (OSError, ValueError):
-        return None
-    return digest if isinstance(digest, str) else None
 
 
 TRAINED = "batches_trained"

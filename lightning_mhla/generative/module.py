@@ -12,6 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torchmetrics import MeanMetric, SumMetric
 
+from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.sampling import sample_generator
 from lightning_mhla.generative.images import check_finite
 from lightning_mhla.training.module import TrainingModule
@@ -56,6 +57,17 @@ class GenerativeModule(TrainingModule):
         Returns:
             Losses ``[B]``.
         """
+
+    def encoding_models(self) -> dict[str, str]:
+        """Return the folders or hub names of the models that encode samples, by option; empty for a model of pixels alone."""
+        return {}
+
+    def on_fit_start(self) -> None:
+        """Log a warning if encoded training data come from other models than those that encode and decode samples here."""
+        shards = getattr(getattr(self.trainer, "datamodule", None), "shards", None)
+        if isinstance(shards, ShardSets) and self.trainer.is_global_zero:
+            for option, path in self.encoding_models().items():
+                shards.compare_model(option, path)
 
     def check_samples(self, samples: Tensor) -> None:
         """Check that generated samples are finite. During training, samples that are not give a warning only.

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 from mhla_tasks.commandline import registry
 from mhla_tasks.diffusion import LatentShards
+from mhla_tasks.text_to_image import ImageLatentShards
 from PIL import Image
-from processes import fork_server
+from processes import fork_server, run_cli
 from safetensors.torch import load_file, save_file
 from shipped_small import save_clips, save_images, save_models, save_texts
 
@@ -270,6 +271,65 @@ def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: py
     for content in ("[]", "version 2", f'{{"{MODEL_FILES}": {{}}}}'):  # a file of a different program
         (tmp_path / "val/train-manifest.json").write_text(content)
         data.shards.compare_encoders("validate")
+
+
+def test_latents_of_another_model_than_the_one_that_decodes_are_named(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model counts as the same under every path to it, as a copy, and as part of a pipeline; nothing else does."""
+    registry.run("prepare latents", command("latents", world, world / SOURCES["latents"], tmp_path / "shards"))
+    data = LatentShards(str(tmp_path / "shards"), str(tmp_path / "shards"), sample_size=8, batch_size=2)
+    shutil.copytree(world / "vae", tmp_path / "pipeline/vae")
+    shutil.copytree(world / "vae", tmp_path / "changed")
+    resave(next((tmp_path / "changed").glob("*.safetensors")))
+    monkeypatch.chdir(world)
+    for path in (world / "vae", Path("vae"), tmp_path / "pipeline/vae"):
+        data.shards.compare_model("model.vae", str(path))
+    assert "as the model that encoded the data" not in caplog.text
+    for path in (tmp_path / "changed", Path("stabilityai/sd-vae-ft-ema"), tmp_path / "shards"):
+        caplog.clear()
+        data.shards.compare_model("model.vae", str(path))
+        assert f"model.vae is {path}, and {tmp_path}/shards/train-manifest.json names {world}/vae" in caplog.text
+    (tmp_path / "shards/train-manifest.json").write_text('{"vae": 3}')  # a file of a different program
+    caplog.clear()
+    data.shards.compare_model("model.vae", "stabilityai/sd-vae-ft-ema")
+    assert not caplog.text
+
+
+def test_encoded_captions_of_another_pipeline_are_named(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    words = command("caption-latents", world, world / SOURCES["caption-latents"], tmp_path / "shards")
+    registry.run("prepare caption-latents", words)
+    data = ImageLatentShards(str(tmp_path / "shards"), str(tmp_path / "shards"), batch_size=2)
+    shutil.copytree(world / "sana", tmp_path / "copy")
+    for folder in (world / "sana", tmp_path / "copy"):
+        data.shards.compare_model("model.vae", str(folder))
+        data.shards.compare_model("model.vae", str(folder / "vae"))
+        data.shards.compare_model("model.text.encoder", str(folder))
+    assert "as the model that encoded the data" not in caplog.text
+    resave(next((tmp_path / "copy/text_encoder").glob("*.safetensors")))
+    data.shards.compare_model("model.text.encoder", str(tmp_path / "copy"))
+    assert f"names {world}/sana as the model that encoded the data" in caplog.text
+
+
+def test_training_names_the_model_of_the_data(world: Path, tmp_path: Path) -> None:
+    registry.run("prepare latents", command("latents", world, world / SOURCES["latents"], tmp_path / "shards"))
+    shutil.copytree(world / "vae", tmp_path / "changed")
+    resave(next((tmp_path / "changed").glob("*.safetensors")))
+    model = {"num_classes": 2, "sample_size": 8, "channels": 4, "attention": {"block_grid": [2, 2]}}
+    model |= {"shape": {"patch_size": 2, "depth": 1, "heads": 1, "dim": 16}}
+    shards = {"train": f"{tmp_path}/shards", "val": f"{tmp_path}/shards", "sample_size": 8, "batch_size": 2}
+    trainer = {"accelerator": "cpu", "max_steps": 1, "logger": False, "enable_checkpointing": False}
+    for folder, is_named in ((world / "vae", False), (tmp_path / "changed", True)):
+        config = {
+            "model": {"class_path": "mhla_tasks.diffusion.ClassToImage", "init_args": {**model, "vae": str(folder)}},
+            "data": {"class_path": "mhla_tasks.diffusion.LatentShards", "init_args": {**shards, "num_workers": 0}},
+            "trainer": trainer,
+        }
+        (tmp_path / "config.yaml").write_text(json.dumps(config))
+        text = " ".join(run_cli("fit", "--config", str(tmp_path / "config.yaml")).split())
+        assert ("set model.vae to the model that encoded the data" in text) == is_named
 
 
 @pytest.mark.parametrize("repair", ["removed", "repaired", "renamed"])

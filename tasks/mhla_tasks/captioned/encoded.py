@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_mhla.data import BrokenSampleError, SampleSource, ShardReader, ShardSets, find_shards
 from lightning_mhla.data.captioned import CaptionedFiles, FolderFiles, ShardFiles, caption_members
+from lightning_mhla.data.encoded_by import ENCODERS
 from lightning_mhla.data.loader import sample_groups
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
@@ -267,10 +268,6 @@ def open_source(
     shards = find_shards(name)
     files = ShardFiles(ShardReader(shards), caption_key)
     return EncodedSource(make_samples(files), kind, files, shard_origins(shards), per_sample=False)
-
-
-ENCODERS = ("vae", "text_encoder", "tokenizer")
-"""Folders of a pipeline whose models encode samples and captions."""
 
 
 def encode_samples(

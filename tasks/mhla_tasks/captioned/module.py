@@ -265,8 +265,15 @@ class CaptionedDiffusion(GenerativeModule):
     def prediction_callbacks(self) -> list[Callback]:
         return [self._writer]
 
+    @override
+    def encoding_models(self) -> dict[str, str]:
+        vae = None if self.codec is None else self.codec.path
+        models = {"model.vae": vae, "model.text.encoder": self.captions.config.encoder}
+        return {option: path for option, path in models.items() if path is not None}
+
     def on_fit_start(self) -> None:
         """Load the teacher if one is configured for distillation, and embed the empty caption if training drops captions."""
+        super().on_fit_start()
         dtype = next(self.network.parameters()).dtype  # not float32 with a precision such as bf16-true
         self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape).to(dtype))
         self._check_encoded_captions()

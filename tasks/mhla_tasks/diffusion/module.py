@@ -229,6 +229,10 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sampler = used.sampler or self.process.samplers[0]
         return {"sampler": sampler, "sampling_steps": used.steps, "guidance": used.guidance}
 
+    @override
+    def encoding_models(self) -> dict[str, str]:
+        return {} if self.codec is None else {"model.vae": self.codec.path}
+
     def check_drawable(self, sampling: DiTSamplingConfig | None = None) -> None:
         """Check that samples can be drawn and converted to images, before time is spent on training or sampling.
 
