@@ -109,6 +109,8 @@ def test_what_training_needs_and_is_not_there(
         "wrong",
     ]
     assert "--shm-size" in by_name["shared memory"]["advice"]
+    assert by_name["shared memory"]["values"]["free_mib"] == 1  # 2**20 bytes
+    assert by_name["room for runs"]["values"]["free_gib"] == 1 / 1024
 
     def refuse(_: Path) -> float:
         raise PermissionError(13, "Permission denied")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from mhla_tasks.language import MHLAConfig, MHLAForCausalLM
+from mhla_tasks.language import MHLAConfig, MHLAForCausalLM, model
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, token_losses
 from small import KINDS, greedy, small_model
 from torch.nn import functional as F
@@ -100,6 +100,27 @@ def test_loss_is_that_of_the_logits_and_so_are_its_gradients() -> None:
         torch.autograd.grad(found, parameters), torch.autograd.grad(wanted, parameters), strict=True
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("targets", "rows"), [(100, 100), (60, 100), (40, 40)])
+def test_ignored_tokens_are_left_out_of_the_softmax_if_they_are_most(
+    targets: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To copy the logits of the targets takes longer than the softmax of a few more, and less long than that of most."""
+    network, sizes = small_model().network, list[int]()
+    compute = model.logits_cross_entropy
+
+    def counted(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(scores))
+        return compute(scores, labels)
+
+    monkeypatch.setattr(model, "logits_cross_entropy", counted)
+    ids = torch.randint(0, network.config.vocab_size, (1, 100))
+    labels = ids.clone()
+    labels[0, targets:] = IGNORED
+    output = network(ids, shift_labels=labels, skip_logits=False)
+    assert sizes == [rows]
+    torch.testing.assert_close(output.loss, F.cross_entropy(output.logits[0], labels[0]), rtol=1e-5, atol=1e-5)
 
 
 def test_loss_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
