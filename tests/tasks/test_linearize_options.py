@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
+from mhla_tasks.commandline import registry
 from mhla_tasks.language.prepare import write_token_shards
+from mhla_tasks.tools.linearize.command import only_call_in
 from mhla_tasks.tools.linearize.measure import longest_sample, samples_in_window
 from mhla_tasks.tools.linearize.pipeline import Pipeline
 from mhla_tasks.tools.linearize.source import PretrainedSource, find_domain, sample_length
@@ -150,6 +154,28 @@ def test_shards_of_another_program_are_not_deleted(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="so they are not deleted"):
         pipeline(tmp_path, replace(SETTINGS, length=32))
     assert shard.exists()
+
+
+def test_one_call_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
+    words = [save_configuration(tmp_path / "bert", "Bert", **SIZES), str(tmp_path / "out")]
+    words += ["--train", str(tmp_path / "missing.txt"), "--val", str(tmp_path / "missing.txt"), "--steps", "4", "4"]
+    work = tmp_path / "out-work"
+    work.mkdir()
+    other_call = os.open(work, os.O_RDONLY)
+    fcntl.flock(other_call, fcntl.LOCK_EX)
+    with pytest.raises(SystemExit, match=f"another lightning linearize works in {work}; wait until it has finished"):
+        registry.run("linearize", words)
+    assert work.exists()
+    os.close(other_call)
+    with pytest.raises(SystemExit) as error:
+        registry.run("linearize", words)
+    assert "another lightning linearize" not in str(error.value)
+    with only_call_in(work):
+        assert list(work.iterdir())
+    assert work.exists()
+    with only_call_in(tmp_path / "empty/work"):
+        pass
+    assert not (tmp_path / "empty/work").exists(), "a call that fails at once leaves no empty folder"
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from lightning import Callback
@@ -52,10 +52,6 @@ class CausalLanguageModel(TrainingModule):
     network: PreTrainedModel
     shares_sequences = True
 
-    usage: ClassVar[dict[str, str]] = {
-        "Continue a text": 'lightning generate {folder} "PROMPT"',
-        "Talk to it": "lightning chat {folder}",
-    }
     train_batch = ("tokens",)
     evaluation_batch = ("tokens", "bytes")
     predict_batch = ("prompt", "index")
@@ -92,6 +88,14 @@ class CausalLanguageModel(TrainingModule):
         """
         unset = dict.fromkeys(("temperature", "top_k", "top_p"))  # those of an earlier configuration
         return {**unset, **self.generation.sampling()}
+
+    @property
+    @override
+    def usage(self) -> dict[str, str]:
+        generate = {"Continue a text": 'lightning generate {folder} "PROMPT"'}
+        chat = {"Talk to it": "lightning chat {folder}"}
+        is_chat_model = self.tokenizer is not None and self.tokenizer.chat_template
+        return {**chat, **generate} if is_chat_model else {**generate, **chat}
 
     @override
     def layers(self) -> list[nn.Module]:
@@ -136,6 +140,8 @@ class CausalLanguageModel(TrainingModule):
             )
         if groups and self.sequence_group is not None:
             raise ValueError("sequences with questions are not spread over processes; set sequence_parallel_size: 1")
+        if stage == "fit":
+            self._warn_of_unused_tokens()
         if stage != "predict":  # for predict the checkpoint holds the tokenizer, and the training data may be missing
             self._use_tokenizer_of_data()
 
@@ -168,6 +174,14 @@ class CausalLanguageModel(TrainingModule):
         if tokenizer is not None:
             self.use_tokenizer(tokenizer)
 
+    def _warn_of_unused_tokens(self) -> None:
+        tokenizer, size = getattr(self.trainer.datamodule, "tokenizer", None), self.network.config.vocab_size  # type: ignore[attr-defined]
+        if tokenizer is not None and (needed := needed_vocab_size(tokenizer)) < size // 2:
+            log.warning(
+                "the tokenizer needs vocab_size=%d, the model has vocab_size=%d: most of its embedding is never used; set "
+                "--model.vocab_size=%d", needed, size, needed,
+            )  # fmt: skip
+
     def use_tokenizer(self, tokenizer: Any) -> None:
         """Set the tokenizer of the model, and copy the indices of its special tokens to the model's configuration.
 
@@ -182,11 +196,6 @@ class CausalLanguageModel(TrainingModule):
             ValueError: if the vocabulary of the tokenizer is larger than that of the model.
         """
         config, needed = self.network.config, needed_vocab_size(tokenizer)
-        if needed < config.vocab_size // 2:
-            log.warning(
-                "the tokenizer needs vocab_size=%d, the model has vocab_size=%d: most of its embedding is never used; set "
-                "--model.vocab_size=%d", needed, config.vocab_size, needed,
-            )  # fmt: skip
         if needed > config.vocab_size:
             raise ValueError(
                 f"the tokenizer needs vocab_size={needed}, the model has vocab_size={config.vocab_size}; set "

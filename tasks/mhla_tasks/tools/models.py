@@ -103,8 +103,8 @@ def linearize(parser: ArgumentParser) -> Run:
     The source is a causal language model, a text encoder or an image encoder of transformers, or an image encoder of timm. It
     is a folder, a name on the Hugging Face Hub (for timm: timm:ARCHITECTURE, timm:OWNER/NAME or timm/NAME), a GGUF file, or an
     ONNX file of DINOv2. There are two training runs. The first matches each new layer to the original one, and the second
-    trains the complete model to predict what the original model predicts. Layers whose replacement would increase the loss most
-    keep softmax attention. The best state of the second run is exported.
+    trains the replaced layers, or what --trained names, to predict what the original model predicts. Layers whose replacement
+    would increase the loss most keep softmax attention. The best state of the second run is exported.
 
     Text data are text files, tables (.jsonl, .csv, ...) and folders of them. Image data are folders with subfolders of images,
     or shards. The numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command
@@ -126,7 +126,7 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument(
         "--length",
         type=int,
-        help="tokens of a sample, or pixels of a side (default: 1024, 512; 224 pixels, or the size of timm's encoder)",
+        help="tokens of a sample, or pixels of a side (default: 1024, 512, or the model's limit; 224 pixels, or timm's size)",
     )
     parser.add_argument("--batch_size", type=int, help="samples in a batch (default: 4 for text generation, else 16)")
     parser.add_argument(
@@ -151,7 +151,7 @@ def linearize(parser: ArgumentParser) -> Run:
     parser.add_argument("--work", type=Path, help="working folder (default: TARGET-work)")
 
     def run(args: Namespace) -> None:
-        from mhla_tasks.tools.linearize.pipeline import linearize as run_pipeline
+        from mhla_tasks.tools.linearize.command import linearize as run_pipeline
 
         run_pipeline(args)
 

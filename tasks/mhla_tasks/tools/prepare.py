@@ -85,7 +85,12 @@ def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int,
     written = [path for path in paths if path.exists()]
     part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
     left_out = f"; {skipped} {samples} skipped (to add them once repaired: --force)" if skipped else ""
-    _say(f"{len(ShardReader(written))} {samples} in {len(paths)} shards{part}: {paths[0]} ..{left_out}")
+    _say(f"{len(ShardReader(written))} {samples} in {_count(paths)}{part}{left_out}")
+
+
+def _count(paths: Sequence[Path]) -> str:
+    """Describe how many shards there are, and where they are."""
+    return f"1 shard, {paths[0]}" if len(paths) == 1 else f"{len(paths)} shards, {paths[0]} to {paths[-1].name}"
 
 
 def _say(text: str) -> None:
@@ -207,6 +212,10 @@ def tokenizer(parser: ArgumentParser) -> Run:
         with rebuilt_folder(args.target) as aside:
             save_tokenizer(trained, aside)
         _say(f"{len(trained):,} tokens in {args.target}")
+        if len(trained) < args.vocab_size:
+            _say(
+                f"the texts are too short for {args.vocab_size:,} tokens; use --model.vocab_size={len(trained)} in training"
+            )
 
     return run
 
@@ -267,7 +276,7 @@ def text(parser: ArgumentParser) -> Run:
             args.runs_per_shard, args.skip, args.limit, args.control_tokens, args.force,
         )  # fmt: skip
         runs = ShardRuns(ShardReader(paths))
-        _say(f"{sum(runs.lengths):,} tokens in {len(paths)} shards: {paths[0]} ..")
+        _say(f"{sum(runs.lengths):,} tokens in {_count(paths)}")
 
     return run
 

@@ -16,11 +16,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from http_server import served
+from mhla_tasks.commandline import registry
 from mhla_tasks.language import HubText
 from mhla_tasks.language.corpus import read_documents
 from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shuffle import shuffled
+from mhla_tasks.language.tokenizer import load_tokenizer
 from processes import fork_server, run_in_turn
 
 FILLER = "x" * 2000
@@ -495,3 +497,22 @@ def test_one_long_value_is_an_error_that_names_it_in_every_kind_of_table(
     assert status == 1
     assert "a.jsonl: line 1 has more than 33554432 characters" in said
     assert "Traceback" not in said
+
+
+def test_prepare_says_that_texts_are_too_short_for_a_vocabulary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.txt").write_text("The river is wide. " * 20)
+    target = str(tmp_path / "tokenizer")
+    for size, is_short in ((262, False), (5000, True)):
+        registry.run("prepare tokenizer", [target, str(tmp_path / "a.txt"), "--vocab_size", str(size)])
+        size = len(load_tokenizer(target))
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"{size} tokens in {target}" in said
+        assert (f"too short for 5,000 tokens; use --model.vocab_size={size} in training" in said) == is_short
+    registry.run("prepare text", [str(tmp_path / "one"), str(tmp_path / "a.txt"), "--tokenizer", target])
+    assert f"tokens in 1 shard, {tmp_path}/one/train-00000.tar\n" in capsys.readouterr().out
+    (tmp_path / "b.jsonl").write_text('{"text": "The river is wide. The river is deep."}\n' * 3)
+    words = [str(tmp_path / "two"), str(tmp_path / "b.jsonl"), "--tokenizer", target, "--run_characters", "20"]
+    registry.run("prepare text", [*words, "--runs_per_shard", "1"])
+    assert f"tokens in 3 shards, {tmp_path}/two/train-00000.tar to train-00002.tar\n" in capsys.readouterr().out

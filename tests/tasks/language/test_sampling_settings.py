@@ -188,6 +188,7 @@ def test_generated_texts_end_where_a_reply_of_the_template_does(template: str, t
     module, tokenizer = run_model(GenerationOptions(max_new_tokens=12, temperature=0)), chat_tokenizer()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert module.network.generation_config.eos_token_id == sorted([tokenizer.eos_token_id, end])
+    assert next(iter(module.usage)) == "Talk to it"  # what a report suggests first
     module.use_tokenizer(tokenizer)  # again, as a resumed run does
     assert module.network.generation_config.eos_token_id == sorted([tokenizer.eos_token_id, end])
     assert module.network.config.eos_token_id == tokenizer.eos_token_id

@@ -46,7 +46,7 @@ LENGTHS: dict[str, tuple[int, ...]] = {
 }
 """Sample lengths at which speed is measured, by kind of model: tokens, or the side of an image in pixels.
 
-For timm encoders, the side is rounded down to complete patches.
+The length of the training samples is added. For timm encoders, the side is rounded down to complete patches.
 """
 
 CONTEXTS = (512, 2048, 4096)
@@ -252,7 +252,7 @@ def longest_sample(source: PretrainedSource, network: Any) -> int | None:
 
 @torch.no_grad()
 def seconds_by_length(
-    source: PretrainedSource, networks: Mapping[str, Any], longest: int | None
+    source: PretrainedSource, networks: Mapping[str, Any], longest: int | None, trained: int
 ) -> dict[int, dict[str, float]]:
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
@@ -263,13 +263,14 @@ def seconds_by_length(
         source: pretrained model, which determines the lengths and the kind of input.
         networks: models in evaluation mode, by name. One of them has the name ``original``.
         longest: maximum length that the models accept; None if there is no limit.
+        trained: length of the training samples, at which speed is measured, too.
 
     Returns:
         Mapping from sample length, in tokens or in pixels of an image's side, to the seconds of each model by name.
     """
     results: dict[int, dict[str, float]] = {}
     patch = 1 if source.images is None else source.images.patch
-    for length in (length - length % patch for length in LENGTHS[source.domain]):
+    for length in sorted({length - length % patch for length in (*LENGTHS[source.domain], trained)}):
         if longest is not None and length > longest:
             break
         times: dict[str, list[float]] = {name: [] for name in networks}

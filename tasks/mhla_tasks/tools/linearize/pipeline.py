@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,9 @@ from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.system.files import write_json, write_whole
 from lightning_mhla.system.numbers import metric_text
-from lightning_mhla.system.redaction import redact
 from mhla_tasks.tools.linearize import measure, stages
 from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
-from mhla_tasks.tools.linearize.source import find_domain, open_source, sample_length
+from mhla_tasks.tools.linearize.source import open_source
 from mhla_tasks.tools.processes import KILLED, describe_status, run_command
 
 CHOICES, PLAN, RESULTS = "choices.json", "plan.json", "results.json"
@@ -129,7 +128,7 @@ class Pipeline:
             {**choices, **choices.get("settings", {}), "settings": None} for choices in (begun_with, self.choices)
         )
         return "; ".join(
-            f"{name if name == 'source' else f'--{name}'}={_written(former.get(name))}, not {_written(value)}"
+            f"{name if name == 'source' else f'--{name}'}={written(former.get(name))}, not {written(value)}"
             for name, value in present.items()
             if value != former.get(name)
         )
@@ -271,7 +270,7 @@ class Pipeline:
         if self.source.domain == "language":
             generation = measure.generation_by_length(networks, longest)
             self._keep(generation={str(length): by_name for length, by_name in generation.items()})
-        seconds = measure.seconds_by_length(self.source, networks, longest)
+        seconds = measure.seconds_by_length(self.source, networks, longest, self.settings.length)
         self._keep(
             speed={str(length): by_name for length, by_name in seconds.items()},
             break_even=measure.break_even(seconds, "original", "linearized"),
@@ -307,7 +306,7 @@ class Pipeline:
         return content
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
     """Format the value of an option as on a command line, or as ``none`` if the option is not used."""
     return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
@@ -315,43 +314,3 @@ def _written(value: Any) -> str:
 def _say(text: str) -> None:
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
-
-
-def linearize(options: Any) -> None:
-    """Linearize a pretrained model, export it, and write a report.
-
-    Args:
-        options: parsed options of ``lightning linearize``, an ``argparse.Namespace``.
-
-    Raises:
-        FileNotFoundError: if there is no such model.
-        SystemExit: if a command that performs one of the steps fails, with the exit status of the command.
-        ValueError: if the model cannot be linearized, or if an option has an invalid value or contradicts another one.
-    """
-    if not 0 <= options.keep < 1:
-        raise ValueError(f"--keep={options.keep} must be a share of the layers, from 0 to below 1")
-    target, source = options.target, Path(options.source)
-    if target.exists() and (not target.is_dir() or target.resolve() == source.resolve()):
-        raise ValueError(f"{target} is the source, or not a folder; name another folder for the linearized model")
-    if any(redact(path) != path for path in (*options.train, *options.val)):
-        raise ValueError(
-            "user names, passwords and queries of URLs would be written to the configurations in the working folder; download "
-            "the data first"
-        )
-    for name in ("batch_size", "block_size", "val_batches", "steps"):
-        _check_positive(name, getattr(options, name))
-    typed = {field.name: getattr(options, field.name) for field in fields(stages.Settings)}
-    domain = find_domain(options.source)
-    defaults = dict(stages.DEFAULTS[domain])
-    defaults["length"] = sample_length(options.source, domain, defaults["length"], options.length)
-    _check_positive("length", options.length)
-    settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
-    steps = None if options.steps is None else (options.steps[0], options.steps[1])
-    work = options.work or target.with_name(f"{target.name}-work")
-    Pipeline(options.source, target, work, settings, options.budget, steps).run()
-
-
-def _check_positive(name: str, value: int | list[int] | None) -> None:
-    """Raise ValueError if the value of a command-line option, or one of its values, is below 1."""
-    if value is not None and min(value if isinstance(value, list) else [value]) < 1:
-        raise ValueError(f"--{name}={_written(value)} must be at least 1")
