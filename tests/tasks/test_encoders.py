@@ -18,7 +18,7 @@ from mhla_tasks.language.passages import merged_groups
 from mhla_tasks.language.tokenizer import train_tokenizer
 from mhla_tasks.tools.export import load_trained, write_export
 from torch.nn import functional as F
-from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast
+from transformers import AutoModel, BertConfig, BertModel, PreTrainedTokenizerFast, RobertaConfig, RobertaModel
 
 from lightning_mhla import AttentionConfig, load_swapped
 from lightning_mhla.training.encoders import EncoderDistillation
@@ -301,6 +301,23 @@ def test_mistakes_are_told(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="name the encoder to linearize"):
         LinearizedTextEncoder()
     assert isinstance(AutoModel.from_pretrained(bert), BertModel), "the original folder is unchanged"
+
+
+def test_the_positions_of_roberta_begin_after_its_padding(texts: MiniTexts, tmp_path: Path) -> None:
+    """Its table of 66 rows holds 64 positions; a longer text would end the training with an IndexError."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    config = RobertaConfig(vocab_size=len(texts.tokenizer), max_position_embeddings=66, pad_token_id=1, **sizes)
+    RobertaModel(config).save_pretrained(tmp_path)
+    texts.tokenizer.save_pretrained(tmp_path)
+    for length in (64, 65):
+        trainer = Trainer(accelerator="cpu", fast_dev_run=1, enable_progress_bar=False, enable_model_summary=False)
+        data, module = passages(texts, str(tmp_path), length=length), encoder(str(tmp_path))
+        if length == 65:
+            with pytest.raises(ValueError, match="length=65 is above the 64 tokens that the encoder allows"):
+                trainer.fit(module, data)
+        else:
+            trainer.fit(module, data)
+            assert torch.isfinite(trainer.callback_metrics["train/loss"])
 
 
 def test_rare_lengths_share_a_group(tmp_path: Path, bert: str) -> None:

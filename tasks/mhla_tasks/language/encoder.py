@@ -15,6 +15,7 @@ from lightning_mhla.swap import swapped_layers
 from lightning_mhla.swap.adapters import LoraOptions, TrainedPart
 from lightning_mhla.training.encoders import EncoderDistillation, LinearizedEncoder, Pooling
 from lightning_mhla.training.options import TrainingOptions
+from mhla_tasks.language.lengths import longest_text
 from mhla_tasks.language.tokenizer import PackedFiles, needed_vocab_size, pack_tokenizer, unpack_tokenizer
 from mhla_tasks.language.vocabularies import check_vocabulary
 
@@ -86,7 +87,8 @@ class LinearizedTextEncoder(LinearizedEncoder):
                 f"the tokenizer needs vocab_size={needed}, the encoder has vocab_size={config.vocab_size}; use the encoder's "
                 "own tokenizer (--data.tokenizer)"
             )
-        if length > (limit := getattr(config, "max_position_embeddings", length)):
+        limit = longest_text(self.network)
+        if limit is not None and length > limit:
             raise ValueError(f"data.length={length} is above the {limit} tokens that the encoder allows")
         if tokenizer is not None:
             self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)

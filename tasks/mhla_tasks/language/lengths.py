@@ -76,6 +76,12 @@ def position_table(network: PreTrainedModel) -> int | None:
     return min((rows if limit is None else min(rows, limit) for rows in tables), default=None)
 
 
+def longest_text(network: Any) -> int | None:
+    """Return the maximum number of tokens that a model of transformers reads; None if its configuration states no limit."""
+    limits = (getattr(network.config, "max_position_embeddings", None), position_table(network))
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
     """Warn, once for each model, if it has read more tokens than its softmax layers were trained on.
 

@@ -23,7 +23,8 @@ from lightning_mhla.swap import original_attention
 from lightning_mhla.training.encoder_libraries import TimmEncoders, TransformersEncoders, load_encoder
 from lightning_mhla.training.module import TrainingModule
 from mhla_tasks.commandline.trust import find_class
-from mhla_tasks.tools.linearize.source import Domain, PretrainedSource, longest_text
+from mhla_tasks.language.lengths import longest_text
+from mhla_tasks.tools.linearize.source import Domain, PretrainedSource
 
 log = logging.getLogger(__name__)
 

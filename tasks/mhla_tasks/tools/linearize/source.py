@@ -15,7 +15,7 @@ from lightning_mhla.swap.networks import read_configuration
 from lightning_mhla.swap.timm_networks import build_timm, read_timm_description, timm_name
 from lightning_mhla.training.encoders import Pooling
 from lightning_mhla.vision.preprocessing import Preprocessing
-from mhla_tasks.language.lengths import position_table
+from mhla_tasks.language.lengths import longest_text, position_table
 from mhla_tasks.tools.linearize.conversion import convert_gguf, convert_onnx, read_gguf_configuration
 
 Domain = Literal["language", "text", "image"]
@@ -200,12 +200,6 @@ def sample_length(name: str, domain: Domain, default: int, length: int | None = 
             f"--length={length} is above the {limit} tokens that {name} allows; use --length={limit} or less"
         )
     return default if trained is None else min(default, trained)
-
-
-def longest_text(network: Any) -> int | None:
-    """Return the maximum number of tokens that a model of transformers reads; None if its configuration states no limit."""
-    limits = (getattr(network.config, "max_position_embeddings", None), position_table(network))
-    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def find_domain(name: str) -> Domain:
