@@ -21,7 +21,7 @@ from mhla_tasks.video.digits import MovingDigitSamples
 
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import mnist, runs, scenes, video
+from benchmarks.paper import full_runs, mnist, runs, scenes, video
 from benchmarks.paper.jobs import Job, in_two_parts
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import newest_checkpoint
@@ -328,6 +328,40 @@ def test_an_unknown_variant_is_named(
     with pytest.raises(SystemExit):
         call(monkeypatch, tmp_path, "--only", "mnist", "--variants", "mlha")
     assert "--variants: unknown: mlha; --list shows the variants" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("config", "samples", "tokens"),
+    [
+        ("configs/classification/deit_t_imagenet.yaml", 300 * 1_281_167, 256),
+        ("configs/diffusion/dit_s2_256.yaml", 400_000 * 256, 256),
+        ("configs/language/mhla_340m_fineweb.yaml", 38_147 * 128, 2048),
+        ("configs/text_to_image/sana_600m_512.yaml", 40_000 * 256, 256),
+    ],
+)
+def test_gpu_hours_of_a_configuration_are_those_of_its_operations(config: str, samples: int, tokens: int) -> None:
+    row = full_runs.count(config)
+    assert row == full_runs.read_counts([config])[0], "count again: lightning paper --count"
+    assert row["samples"] == samples
+    module, _ = full_runs.build(paper.ROOT / config)
+    embedded = sum(p.numel() for name, p in module.named_parameters() if "embed" in name)
+    by_weights = 6 * tokens * (row["parameters"] - embedded)  # arXiv 2001.08361, section 2.1
+    assert 0.6 < row["flops_per_sample"] / by_weights < 1.3, "operators add, and modulation of whole samples takes away"
+    assert full_runs.gpu_hours(row) == pytest.approx(samples * row["flops_per_sample"] / 2.967e14 / 3600)
+
+
+def test_the_page_states_gpu_hours_of_every_configuration_of_full_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    page = Path("docs/results.md").read_text()
+    configs = [config for study in paper.STUDIES.values() for config in study.full]
+    for row in full_runs.read_counts(configs):
+        assert f"| `{row['config']}` |" in page
+        assert f" | {full_runs.gpu_hours(row):,.3g} |" in page
+    (tmp_path / "counted.json").write_text('{"rows": []}')
+    monkeypatch.setattr(full_runs, "COUNTED", tmp_path / "counted.json")
+    with pytest.raises(SystemExit, match=r"lacks configs/a\.yaml; count them with: lightning paper --count"):
+        full_runs.read_counts(["configs/a.yaml"])
 
 
 def test_recurrences_agree_and_are_written(

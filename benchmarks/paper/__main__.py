@@ -8,6 +8,7 @@ from pathlib import Path
 
 import benchmarks.paper as description
 from benchmarks.paper import architectures, images, language, linearize, mnist, recall, scenes, video, windows
+from benchmarks.paper.full_runs import write_counts
 from benchmarks.paper.jobs import Job, run_jobs
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import ROOT
@@ -50,6 +51,11 @@ def main() -> None:
     )
     parser.add_argument("--page", action="store_true", help="write docs/results.md from the results, and train nothing")
     parser.add_argument("--list", action="store_true", help="list studies and variants with the number of their rows")
+    parser.add_argument(
+        "--count",
+        action="store_true",
+        help="count the operations of the configurations of full size, and write the page",
+    )
     args = parser.parse_args()
     studies = [STUDIES[name] for name in args.only]
     if args.list:
@@ -62,7 +68,9 @@ def main() -> None:
         parser.error(f"--variants: unknown: {', '.join(sorted(unknown))}; --list shows the variants")
     if args.jobs < 1:
         parser.error(f"--jobs: {args.jobs} must be at least 1")
-    if not args.page:
+    if args.count:
+        write_counts(dict.fromkeys(config for study in STUDIES.values() for config in study.full))
+    elif not args.page:
         jobs = [
             Job(study, variant, seed)
             for seed in args.seeds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from benchmarks.paper.full_runs import ASSUMED
 from benchmarks.paper.study import Study
 from lightning_mhla.system.files import write_whole
 
@@ -39,7 +40,7 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600
     parts.append(
         f"All rows below took {hours:.1f} hours on one core, so `lightning paper --jobs 2` takes about {hours / 2:.0f} hours "
-        "on two cores.\n"
+        f"on two cores.\n\n{ASSUMED}\n"
     )
     done = sum(len(study.rows(results)) for study in studies)
     expected = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)

@@ -16,6 +16,7 @@ import torch
 from lightning import LightningDataModule, LightningModule, Trainer
 
 from benchmarks.machine import describe
+from benchmarks.paper import full_runs
 from benchmarks.paper.runs import newest_checkpoint, slug, train
 from lightning_mhla.system.files import write_json
 
@@ -148,10 +149,9 @@ class Study:
         """
         parts = [f"## {self.title}", self.setting, self.section(rows, folder), self._command(), self.reading]
         if self.printed:
-            runs = ", ".join(f"`lightning fit --config {config}`" for config in self.full)
             parts.append(
                 f"**In the paper** (arXiv 2601.07832):\n\n{self.printed}\n\nThese commands train models of that size. They "
-                f"were not run here: {runs}."
+                f"were not run here.\n\n{full_runs.table(full_runs.read_counts(self.full))}"
             )
         if self.after is not None:
             parts.append(self.after(folder))
