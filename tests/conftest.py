@@ -144,7 +144,7 @@ LONG = (
     "test_launching::test_lightnings_launcher_resumes_a_run_in_its_folder",
     "test_launching::test_processes_of_notebooks_hand_back_their_weights",
     "test_linearize_command::test_a_language_model_and_the_same_options_again",
-    "test_linearize_command::test_a_text_encoder_with_a_budget",
+    "test_linearize_command::test_a_text_encoder_with_a_budget_after_two_wrong_calls",
     "test_linearize_command::test_a_second_run_that_makes_the_model_worse_is_said_and_its_best_state_exported",
     "test_linearize_command::test_an_image_encoder",
     "test_linearize_command::test_killed_and_called_again_it_ends_with_the_same_weights",

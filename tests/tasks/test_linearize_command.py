@@ -151,6 +151,8 @@ def test_an_image_encoder(server: ForkServer, tmp_path: Path) -> None:
     linearize(server, str(source), str(tmp_path / "out"), "--train", str(photos / "train"), "--val", str(photos / "val"), "--steps", "4", "4",
         "--length=56", "--batch_size=4", "--val_batches=1", "--accelerator=cpu", "--keep=0", "--block_size=4",
     )  # fmt: skip
+    speed = json.loads((tmp_path / "out-work/results.json").read_text())["speed"]
+    assert "56" in speed, "the side of the training samples"
     program = (
         "import sys, torch; from transformers import AutoModel\n"
         "model = AutoModel.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
