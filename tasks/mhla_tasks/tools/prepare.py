@@ -85,12 +85,14 @@ def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int,
     written = [path for path in paths if path.exists()]
     part = f", {len(paths[rank::world])} of them by process {rank} of {world}" if world > 1 else ""
     left_out = f"; {skipped} {samples} skipped (to add them once repaired: --force)" if skipped else ""
-    _say(f"{len(ShardReader(written))} {samples} in {_count(paths)}{part}{left_out}")
+    _say(f"{len(ShardReader(written))} {samples} in {_describe(paths, part)}{left_out}")
 
 
-def _count(paths: Sequence[Path]) -> str:
-    """Describe how many shards there are, and where they are."""
-    return f"1 shard, {paths[0]}" if len(paths) == 1 else f"{len(paths)} shards, {paths[0]} to {paths[-1].name}"
+def _describe(paths: Sequence[Path], part: str = "") -> str:
+    """Describe how many shards there are, with ``part`` behind the number, and where they are."""
+    if len(paths) == 1:
+        return f"1 shard{part}: {paths[0]}"
+    return f"{len(paths)} shards{part}: {paths[0]} to {paths[-1].name}"
 
 
 def _say(text: str) -> None:
@@ -276,7 +278,7 @@ def text(parser: ArgumentParser) -> Run:
             args.runs_per_shard, args.skip, args.limit, args.control_tokens, args.force,
         )  # fmt: skip
         runs = ShardRuns(ShardReader(paths))
-        _say(f"{sum(runs.lengths):,} tokens in {_count(paths)}")
+        _say(f"{sum(runs.lengths):,} tokens in {_describe(paths)}")
 
     return run
 

@@ -117,7 +117,7 @@ def test_encoding_goes_on_after_a_stop_and_is_shared_by_processes(
     (tmp_path / "latents/train-00000.tar.part").write_bytes(b"stopped here")
     before = (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns
     encode(tmp_path)
-    assert "10 images in 3 shards, " in " ".join(capsys.readouterr().out.split())
+    assert "10 images in 3 shards: " in " ".join(capsys.readouterr().out.split())
     assert {path.name: path.read_bytes() for path in (tmp_path / "latents").glob("*.tar")} == whole
     assert (tmp_path / "latents/train-00001.tar").stat().st_mtime_ns == before, "written again"
     with pytest.raises(SystemExit, match=r"made from different files or options \(image_size was 16 and is 32"):

@@ -511,8 +511,8 @@ def test_prepare_says_that_texts_are_too_short_for_a_vocabulary(
         assert f"{size} tokens in {target}" in said
         assert (f"too short for 5,000 tokens; use --model.vocab_size={size} in training" in said) == is_short
     registry.run("prepare text", [str(tmp_path / "one"), str(tmp_path / "a.txt"), "--tokenizer", target])
-    assert f"tokens in 1 shard, {tmp_path}/one/train-00000.tar\n" in capsys.readouterr().out
+    assert f"tokens in 1 shard: {tmp_path}/one/train-00000.tar\n" in capsys.readouterr().out
     (tmp_path / "b.jsonl").write_text('{"text": "The river is wide. The river is deep."}\n' * 3)
     words = [str(tmp_path / "two"), str(tmp_path / "b.jsonl"), "--tokenizer", target, "--run_characters", "20"]
     registry.run("prepare text", [*words, "--runs_per_shard", "1"])
-    assert f"tokens in 3 shards, {tmp_path}/two/train-00000.tar to train-00002.tar\n" in capsys.readouterr().out
+    assert f"tokens in 3 shards: {tmp_path}/two/train-00000.tar to train-00002.tar\n" in capsys.readouterr().out

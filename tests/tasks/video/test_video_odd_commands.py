@@ -107,7 +107,7 @@ def test_prepare_clips_copies_the_good_and_names_the_bad(folder: Path, tmp_path:
     said = in_a_line(text)
     assert status == 0, said
     assert "Traceback" not in said
-    assert "5 videos in 1 shard, " in said
+    assert "5 videos in 1 shard: " in said
     assert "4 videos skipped" in said
     assert "1 file left out, such as" in said
     assert "phone.mov: neither .mp4 nor captions" in said
