@@ -37,11 +37,11 @@ COUNTED = ROOT / "benchmarks/results/full-runs.json"
 PEAK = 989e12
 """Floating-point operations per second of an NVIDIA H100 SXM in bfloat16, without sparsity (NVIDIA's data sheet)."""
 
-UTILISATION = 0.3
+UTILIZATION = 0.3
 """Assumed share of :data:`PEAK` that training reaches."""
 
 ASSUMED = (
-    f"GPU hours of models of full size are counted operations of training, divided by {UTILISATION:.0%} of the "
+    f"GPU hours of models of full size are counted operations of training, divided by {UTILIZATION:.0%} of the "
     f"{PEAK / 1e12:.0f} TFLOP/s of an NVIDIA H100 SXM in bfloat16. The share is an assumption, and small models reach less."
 )
 """Sentences that say how GPU hours are computed."""
@@ -143,8 +143,8 @@ def read_counts(configs: Sequence[str]) -> list[Row]:
 
 
 def gpu_hours(row: Row) -> float:
-    """Return the hours on one GPU for a row of :func:`count`, at the assumed utilisation."""
-    return float(row["samples"] * row["flops_per_sample"] / (PEAK * UTILISATION) / 3600)
+    """Return the hours on one GPU for a row of :func:`count`, at the assumed utilization."""
+    return float(row["samples"] * row["flops_per_sample"] / (PEAK * UTILIZATION) / 3600)
 
 
 def table(rows: Iterable[Row]) -> str:
