@@ -261,7 +261,7 @@ def test_from_a_folder_to_an_export_in_another_process(
     assert (data["mean"], data["std"]) == (list(wanted["mean"]), list(wanted["std"]))
     results = json.loads((work / "results.json").read_text())
     assert results["original"]["val/cosine"] == pytest.approx(1, abs=1e-5)
-    assert list(results["speed"])[:2] == ["224", "336"]
+    assert list(results["speed"])[:3] == [str(length or 56), "224", "336"], "the trained length is measured, too"
     page = (work / "report.html").read_text()
     code = html.unescape(page.partition("Use it</h2><pre>")[2].partition("</pre>")[0])
     assert "(prefers-color-scheme: dark)" in page.partition("</style>")[2], "the picture has a variant for dark screens"
