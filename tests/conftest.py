@@ -214,8 +214,6 @@ LONG = (
     "test_transforms::test_packed_bounds_in_a_tensor_are_no_break_of_a_graph",
     "test_transforms::test_transformations",
     "test_verdicts::test_a_kernel_that_fails_after_its_trial_is_withdrawn",
-    "test_verdicts::test_a_trial_that_ended_its_process_is_not_repeated",
-    "test_verdicts::test_one_trial_that_was_stopped_condemns_nothing",
     "test_video_continuation::test_fit_resume_and_predict",
     "test_video_training::test_distillation_matches_layers_then_the_velocity",
     "test_video_training::test_fine_tuning_starts_from_the_checkpoint",

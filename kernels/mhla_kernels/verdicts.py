@@ -1,77 +1,54 @@
 """Decision whether ``backend="auto"`` may use a Triton kernel on this machine.
 
-Before the first use of a kernel, a trial compares it with PyTorch. The result, called a verdict, is stored in the user's cache
-folder under the device, the versions of the driver, torch and Triton, and a hash of the package's source files, so that the
-trial runs once. A kernel that fails later is no longer used for the rest of the process. See :func:`may_use`, :func:`guarded`
-and :func:`agree_on_kernels`.
+Before the first use of a kernel, a trial compares it with PyTorch. If they agree, a file in the user's cache folder says so,
+and later processes skip the trial. A kernel that disagrees, or that fails later, is not used for the rest of the process. See
+:func:`may_use`, :func:`guarded` and :func:`agree_on_kernels`.
 """
-
-# Longer than other modules because it contains all steps from the trial of a kernel to its withdrawal.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext, suppress
 from functools import lru_cache
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
-from uuid import uuid4
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from mhla_kernels.own_files import open_own, own_folder, read_own
+from mhla_kernels.own_files import open_own, own_folder
 
-FATAL = (torch.OutOfMemoryError, KeyboardInterrupt, SystemExit)
-"""Classes of errors that do not mean that a kernel is wrong."""
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
 """Parts of error messages about lack of memory, for which Triton's driver and cuBLAS have no error class."""
 
-BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
-"""Allowed errors of outputs and of gradients, relative to their norm: a few times the errors of a correct kernel."""
 
-
-LARGEST = 1 << 16
-"""Largest size of a verdict file in bytes."""
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Result of comparing a Triton kernel with PyTorch: whether their outputs and gradients agree.
+class Verdict(NamedTuple):
+    """Result of comparing a Triton kernel with PyTorch.
 
     Attributes:
-        agrees: whether the kernel may be used.
-        reason: why the kernel may not be used, or the measured errors.
-        seconds: duration of the comparison in seconds, compilation included.
+        agrees: whether outputs and gradients agree, so that the kernel may be used.
+        reason: the measured errors, or why the kernel may not be used.
     """
 
     agrees: bool
     reason: str
-    seconds: float
 
 
-_verdicts: dict[tuple[str, str], Verdict] = {}
-"""Verdicts in this process, by the device and the name of the kernel."""
+_usable: dict[tuple[str, str], bool] = {}
+"""Whether a kernel agrees with PyTorch, by the device and the name of the kernel."""
 _withdrawn: dict[str, str] = {}
 """Reasons why this process no longer uses a kernel, by the name of the kernel."""
-_unknown: set[str] = set()
-"""Names of kernels that were requested during the capture of a CUDA graph, when no trial can run."""
 
 
 def cache_folder() -> Path:
-    """Return the folder that stores the results of comparing Triton kernels with PyTorch.
+    """Return the folder that stores which Triton kernels agree with PyTorch.
 
     This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set. For
     a user without a home folder, it is in the system's folder for temporary files.
@@ -93,18 +70,16 @@ def environment(device: str) -> dict[str, str]:
     Args:
         device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
     """
+    import triton  # not at the top: this module also serves machines without Triton
+
     details = {"device": "interpreter", "torch": torch.__version__, "cuda": str(torch.version.cuda)}
-    # Some builds of torch install Triton under the second name.
-    for package in ("triton", "pytorch-triton"):
-        with suppress(PackageNotFoundError):
-            details["triton"] = version(package)
-            break
+    details["triton"] = triton.__version__
     if torch.device(device).type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         details["device"] = f"{properties.name} {properties.major}.{properties.minor}"
         with suppress(OSError):
             details["driver"] = driver_version(Path("/proc/driver/nvidia/version").read_text())
-    # A change of any kernel or of its launcher makes earlier verdicts invalid.
+    # After a change of any kernel or of its launcher, kernels must be compared again.
     sources = sorted(Path(__file__).parent.rglob("*.py"))
     details["kernels"] = sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:12]
     return details
@@ -121,76 +96,84 @@ def driver_version(text: str) -> str:
     return number[0] if number else line
 
 
-def name_of(device: str) -> str:
-    """Return the name of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
-
-    The name is a hash of the device, the software versions and the package's source files.
-
-    Args:
-        device: name of the device in torch, such as ``"cuda:0"``.
-    """
-    return sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
-
-
 def folder_of(device: str) -> Path:
-    """Return the path of the folder that stores the results of comparing Triton kernels with PyTorch on a device.
+    """Return the path of the folder that stores which Triton kernels agree with PyTorch on a device.
+
+    Its name is a hash of :func:`environment`.
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``.
     """
-    return cache_folder() / "verdicts" / name_of(device)
+    name = sha256(json.dumps(environment(device), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "verdicts" / name
 
 
-def may_use(kind: str, device: str, trial: Callable[[], Verdict]) -> bool:
+def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
     """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
 
-    If no earlier result is stored, the kernel is compared with PyTorch now. During the capture of a CUDA graph this is not
-    possible, and the result is False. It is also False if this process stopped using the kernel without comparing it, for
-    example because another process had stopped using it (see :func:`agree_on_kernels`).
+    If no earlier process has stored that it agrees, the kernel is compared with PyTorch now. During the capture of a CUDA graph
+    this is not possible, and the result is False. It is also False if this process stopped using the kernel without comparing
+    it, for example because another process had stopped using it (see :func:`agree_on_kernels`).
 
     Args:
         kind: name of the kernel, which is used in file names.
         device: name of the device that the kernel would run on, such as ``"cuda:0"``.
-        trial: function that compares the kernel with PyTorch. It runs in a separate thread, where no mode of torch (such as
-            autocast) is active.
+        trial: function that compares the kernel with PyTorch, see :func:`judge`.
     """
     key = device, kind
     # True even if the kernel was withdrawn later: its operator then falls back to PyTorch inside. Leaving the operator out
     # would change which tensors are saved for the backward pass, and activation checkpointing rejects a recomputation that
     # saves different tensors than the first pass.
-    if key in _verdicts:
-        return _verdicts[key].agrees
+    if key in _usable:
+        return _usable[key]
     if kind in _withdrawn:
         return False
-    if stored := _kept(kind, device):
-        _verdicts[key] = stored
-    else:
-        if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-            if kind not in _unknown:
-                _unknown.add(kind)
-                _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
-            return False
-        _verdicts[key] = _tried(kind, device, trial)
-    if not _verdicts[key].agrees:
-        withdraw(kind, device, _verdicts[key].reason)
-    return _verdicts[key].agrees
+    if _is_stored(_path_of(kind, device)):
+        _usable[key] = True
+        return True
+    if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
+        _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
+        return False
+    verdict = judge(kind, device, trial)
+    if not verdict.agrees:
+        withdraw(kind, device, verdict.reason)
+    return verdict.agrees
 
 
-def try_again(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Compare a Triton kernel with PyTorch again, and replace the stored result with the new one.
+def judge(kind: str, device: str, trial: Callable[[], str]) -> Verdict:
+    """Compare a Triton kernel with PyTorch now, and store for later processes whether they agree.
 
     Args:
         kind: name of the kernel, which is used in file names.
         device: name of the device that the kernel runs on, such as ``"cuda:0"``.
-        trial: function that compares the kernel with PyTorch.
+        trial: function that compares the kernel with PyTorch, and describes the errors. It raises an exception if they are too
+            large. It runs in a separate thread, where no mode of torch (such as autocast) is active.
 
     Returns:
-        The new result.
+        The result, which is also the answer of :func:`may_use` in this process from now on.
+
+    Raises:
+        Exception: if the trial fails for lack of memory.
     """
-    # Otherwise `guarded` would keep on using PyTorch whatever the new result is.
     _withdrawn.pop(kind, None)
-    _verdicts[device, kind] = _tried(kind, device, trial)
-    return _verdicts[device, kind]
+    try:
+        verdict = Verdict(True, in_own_thread(trial, torch.device(device)))
+    except Exception as error:
+        if _lacks_memory(error):
+            raise
+        verdict = Verdict(False, short(error))
+    _usable[device, kind] = verdict.agrees
+    path = _path_of(kind, device)
+    with suppress(OSError):  # without a writable cache, every process runs its own trial
+        if verdict.agrees:
+            own_folder(path.parent, cache_folder())
+            # Only the existence of the file counts; its content is for a person.
+            text = json.dumps({"errors": verdict.reason, "environment": environment(device)}, indent=2) + "\n"
+            with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as stream:
+                stream.write(text)
+        else:
+            path.unlink(missing_ok=True)
+    return verdict
 
 
 def withdraw(kind: str, device: str, reason: str) -> None:
@@ -224,15 +207,14 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         The result of ``run``, or of ``instead`` if the kernel fails or was withdrawn earlier.
 
     Raises:
-        Exception: if ``run`` fails for a reason that is not a fault of the kernel, such as lack of memory, or if ``kind`` is
-            empty.
+        Exception: if ``run`` fails for lack of memory, or if ``kind`` is empty.
     """
     if kind in _withdrawn:
         return instead()
     try:
         return run()
     except Exception as error:
-        if not kind or _is_fatal(error):
+        if not kind or _lacks_memory(error):
             raise
         withdraw(kind, str(device), short(error))
     return instead()  # outside the handler: the error's traceback keeps the buffers of the failed call alive
@@ -260,9 +242,9 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of which Triton kernels agree with PyTorch; results in the cache folder stay."""
-    for record in (_verdicts, _withdrawn, _unknown):
-        record.clear()
+    """Clear this process's record of which Triton kernels agree with PyTorch; files in the cache folder stay."""
+    _usable.clear()
+    _withdrawn.clear()
     environment.cache_clear()
 
 
@@ -291,29 +273,24 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
         return pool.submit(with_stream).result()
 
 
-def compare(name: str, actual: Tensor, want: Tensor, bound: float) -> tuple[float, str]:
-    """Compute the relative error of a result, and a message if the error exceeds a bound.
-
-    Args:
-        name: name of the result, for the message.
-        actual: the computed result.
-        want: the expected result.
-        bound: largest allowed relative error.
-
-    Returns:
-        The relative error (norm of the difference divided by the norm of ``want``), and a message, which is empty if the error
-        is allowed.
-    """
-    actual, want = actual.double(), want.double()
-    error = float((actual - want).norm() / want.norm().clamp(min=1e-30))
-    # `error <= bound`, not its opposite: NaN must not pass
-    return error, "" if error <= bound else f"{name} is off by {error:.2g} of its norm (allowed: {bound:g})"
-
-
 def short(error: BaseException) -> str:
     """Format an error as the name of its type and up to 300 characters of the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+def _path_of(kind: str, device: str) -> Path:
+    """Return the path of the file that says that a Triton kernel agrees with PyTorch on a device."""
+    return folder_of(device) / f"{kind}.json"
+
+
+def _is_stored(path: Path) -> bool:
+    """Return whether a file exists that this user or root made; links and files of other users do not count."""
+    try:
+        os.close(open_own(path))
+    except OSError:
+        return False
+    return True
 
 
 def _warn(kind: str, device: str, reason: str) -> None:
@@ -327,121 +304,6 @@ def _warn(kind: str, device: str, reason: str) -> None:
     )
 
 
-def _is_fatal(error: BaseException) -> bool:
-    return isinstance(error, FATAL) or any(fragment in str(error) for fragment in EXHAUSTED)
-
-
-def _tried(kind: str, device: str, trial: Callable[[], Verdict]) -> Verdict:
-    """Compare a Triton kernel with PyTorch (a trial), and store the result in the cache if it is final.
-
-    While the trial runs, a locked mark file exists. If the trial crashes the process, the file stays and tells later processes
-    of the crash. A result is final if the trial compared outputs, or if Triton's compiler raised an error. Any other error may
-    be temporary, and its result is valid for this process only.
-    """
-    folder, start = folder_of(device), time.perf_counter()
-    mark = folder / f"{kind}.{uuid4().hex}.running"
-    lasting = True
-    with ExitStack() as resources:
-        with suppress(OSError):  # without a writable cache, the trial runs and only its verdict is not stored
-            own_folder(folder, cache_folder())
-            # The lock, unlike the file, goes away with the process: an unlocked mark belongs to a trial that crashed.
-            fcntl.flock(resources.enter_context(mark.open("x")), fcntl.LOCK_EX)
-        try:
-            verdict = in_own_thread(trial, torch.device(device))
-        except BaseException as error:
-            # an interrupted trial proves nothing: its mark must not count as a crash
-            if _is_fatal(error) or not isinstance(error, Exception):
-                with suppress(OSError):
-                    mark.unlink()
-                raise
-            # The compiler rejects a kernel every time; other errors, such as those of the driver, may not come back.
-            lasting = type(error).__module__.startswith("triton")
-            verdict = Verdict(False, short(error), time.perf_counter() - start)
-        if lasting and mark.exists():  # the mark is missing where the folder cannot be written to
-            _keep(verdict, mark.with_suffix(".part"), folder / f"{kind}.json", device)
-        # This process has survived the trial, so earlier crashes prove nothing any more.
-        for ended in (mark, *_ended_trials(kind, folder)):
-            with suppress(OSError):
-                ended.unlink()
-    return verdict
-
-
-def _keep(verdict: Verdict, aside: Path, path: Path, device: str) -> None:
-    """Write the result of comparing a Triton kernel with PyTorch to the cache atomically.
-
-    If this fails, later processes compare the kernel again.
-
-    Args:
-        verdict: result to write.
-        aside: path of the temporary file that is written first.
-        path: path of the final file.
-        device: name of the device that the kernel ran on, such as ``"cuda:0"``.
-    """
-    text = json.dumps({**asdict(verdict), "environment": environment(device)}, indent=2) + "\n"
-    with suppress(OSError):
-        with aside.open("x") as stream:
-            stream.write(text)
-        aside.replace(path)  # atomic: another process reads all of the verdict or none
-    with suppress(OSError):
-        aside.unlink(missing_ok=True)
-
-
-def _kept(kind: str, device: str) -> Verdict | None:
-    """Return the stored result of comparing a Triton kernel with PyTorch; None if there is no result.
-
-    If no result is stored, but at least two comparisons crashed their processes, return a result that rejects the kernel.
-    """
-    folder = folder_of(device)
-    if stored := _read(folder / f"{kind}.json"):
-        return stored
-    ended = _ended_trials(kind, folder)
-    if len(ended) < 2:  # a single one may have been killed for a different reason
-        return None
-    return Verdict(False, f"trials of it ended their processes (remove {folder / kind}.*.running to try again)", 0.0)
-
-
-def _read(path: Path) -> Verdict | None:
-    """Read the result of comparing a Triton kernel with PyTorch from a file.
-
-    Returns:
-        The result; None if the file is missing or damaged, is a link, or belongs to an untrusted user.
-    """
-    try:
-        fields = json.loads(read_own(path, LARGEST))
-        agrees, reason, seconds = fields["agrees"], fields["reason"], fields["seconds"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    if type(agrees) is not bool or not isinstance(reason, str) or type(seconds) not in (int, float):
-        return None
-    printable = "".join(sign if sign.isprintable() else "?" for sign in reason[:1000])
-    return Verdict(agrees, f"{printable} (known from {path})", seconds)
-
-
-def _ended_trials(kind: str, folder: Path) -> list[Path]:
-    """List the mark files that crashed trials of a Triton kernel left behind.
-
-    A trial compares the kernel with PyTorch. Its mark file is locked while it runs, and stays after a crash.
-
-    Args:
-        kind: name of the kernel.
-        folder: folder of the mark files.
-    """
-    ended = []
-    for mark in folder.glob(f"{kind}.*.running"):
-        with suppress(OSError), open(open_own(mark)) as stream:
-            # raises OSError while the trial runs; the system releases the lock when the process ends, even after a crash
-            fcntl.flock(stream, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            ended.append(mark)
-    return ended
-
-
-def forget_kept(device: str) -> None:
-    """Delete all stored results of comparing Triton kernels with PyTorch on a device.
-
-    Each kernel is compared again at its next use.
-    """
-    with suppress(OSError):
-        for path in folder_of(device).iterdir():
-            if path.suffix == ".json" or re.fullmatch(r".+\.[0-9a-f]{32}\.(running|part)", path.name):
-                path.unlink(missing_ok=True)
-    forget()
+def _lacks_memory(error: Exception) -> bool:
+    """Return whether an error reports lack of memory, which is not a fault of the kernel."""
+    return isinstance(error, torch.OutOfMemoryError) or any(fragment in str(error) for fragment in EXHAUSTED)

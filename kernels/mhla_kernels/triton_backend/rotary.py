@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,10 @@ from torch import Tensor
 
 from mhla_kernels.features import turn
 from mhla_kernels.triton_backend.call import alignment, strides
+from mhla_kernels.triton_backend.fallback import differentiate
 from mhla_kernels.triton_backend.primitives import FEATURE_FLOOR, kernel, rectify, round_to
-from mhla_kernels.verdicts import BOUNDS, Verdict, compare, guarded, in_own_thread, may_use
+from mhla_kernels.triton_backend.trial import compare_passes, random_numbers
+from mhla_kernels.verdicts import guarded, may_use
 
 
 @kernel
@@ -162,15 +163,9 @@ def rotary_backward(
             errors are raised instead.
     """
 
-    def instead() -> Tensor:
-        def run() -> Tensor:
-            with torch.enable_grad():
-                leaf = x.detach().requires_grad_()
-                return torch.autograd.grad(turn(leaf, cos, sin, relu, interleaved), leaf, gradient)[0]
-
-        # autograd records nothing in the thread that runs the backward pass of a registered operator
-        x_gradient: Tensor = in_own_thread(run, x.device)
-        return x_gradient.contiguous()
+    def instead() -> Tensor | None:
+        (x_gradient,) = differentiate(lambda x: turn(x, cos, sin, relu, interleaved), [x], [True], gradient)
+        return x_gradient if x_gradient is None else x_gradient.contiguous()
 
     out: Tensor = guarded(
         guard, x.device, lambda: launch_rotary(gradient, x, cos, sin, relu, interleaved, backward=True), instead
@@ -246,7 +241,7 @@ def sound_kernel(
     return kind if may_use(kind, str(device), trial) else ""
 
 
-def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> Verdict:
+def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, device: torch.device) -> str:
     """Run the rotary kernel forward and backward on random tokens, and compare the results with PyTorch in float64.
 
     Args:
@@ -257,23 +252,14 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
         device: device to run on.
 
     Returns:
-        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
+        The errors.
+
+    Raises:
+        WrongNumbersError: if an error is larger than allowed for the dtype.
     """
-    start, (bound, gradient_bound) = time.perf_counter(), BOUNDS[dtype]
-    generator = torch.Generator(device).manual_seed(0)
-    single: dict[str, Any] = {"generator": generator, "device": device, "dtype": torch.float32}
-    x, gradient = (torch.randn(2, 45, 3, width, **single).to(dtype) for _ in range(2))
-    angle = torch.rand(45, width // 2, **single) * 6
-    results: list[list[Tensor]] = []
-    for fused in (False, True):
-        leaf = x.to(dtype if fused else torch.float64, copy=True).requires_grad_()
-        arguments = leaf, angle.cos(), angle.sin(), relu, interleaved
-        out = torch.ops.mhla.rotary(*arguments, "") if fused else turn(*arguments)
-        results.append([out.detach(), *torch.autograd.grad(out, leaf, gradient.to(out.dtype))])
-    (reference, reference_gradient), (fused_output, fused_gradient) = results
-    errors = [
-        compare("the output", fused_output, reference, bound),
-        compare("the gradient", fused_gradient, reference_gradient, gradient_bound),
-    ]
-    wrong = "; ".join(text for _, text in errors if text)
-    return Verdict(not wrong, wrong or f"errors {errors[0][0]:.1e}, {errors[1][0]:.1e}", time.perf_counter() - start)
+    rand = random_numbers(device)
+    x, angle = (rand(2, 45, 3, width) - 0.5).to(dtype), 6 * rand(45, width // 2)
+    options = angle.cos(), angle.sin(), relu, interleaved
+    return compare_passes(
+        {"the input": x}, lambda x: torch.ops.mhla.rotary(x, *options, ""), lambda x: turn(x, *options)
+    )

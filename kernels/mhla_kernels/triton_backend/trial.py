@@ -1,11 +1,8 @@
-"""Trials of Triton kernels, which compare outputs and gradients for a small problem with PyTorch."""
+"""Trials of Triton kernels, which compare outputs and gradients of small problems with PyTorch."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -17,13 +14,20 @@ from mhla_kernels.triton_backend import fallback
 from mhla_kernels.triton_backend.call import Arguments, chip_of
 from mhla_kernels.triton_backend.config import mix_tiles, mixing_gradient_tiles, power_of_two
 from mhla_kernels.triton_backend.tables import kernel_tables
-from mhla_kernels.verdicts import BOUNDS, Verdict, compare
 
 MANY = 32
 """Number of blocks above which mixing uses larger tiles, see :func:`mhla_kernels.triton_backend.config.mix_tiles`."""
 
 LONGEST = 4096
 """Largest number of tokens in a block of a trial; it also stands for longer blocks."""
+
+
+BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
+"""Allowed errors of outputs and of gradients, relative to their norm: a few times the errors of a correct kernel."""
+
+
+class WrongNumbersError(ArithmeticError):
+    """Error for a Triton kernel whose outputs or gradients differ too much from those of PyTorch."""
 
 
 class Kind(NamedTuple):
@@ -153,48 +157,44 @@ def make_problem(kind: Kind, device: torch.device, blocks: int = 3) -> Arguments
     )
 
 
-def try_kernels(kind: Kind, device: torch.device) -> Verdict:
+def try_kernels(kind: Kind, device: torch.device) -> str:
     """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on small random problems.
 
-    Forward and backward passes run with the kernels and in PyTorch. The outputs and all gradients are compared, for each of
-    :func:`block_counts`; the first difference ends the trial.
+    There is one problem for each of :func:`block_counts`. Outputs and all gradients are compared, see :func:`compare_passes`.
 
     Args:
         kind: properties of the calls that use these kernels.
         device: device to run on.
 
     Returns:
-        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
+        The errors.
+
+    Raises:
+        WrongNumbersError: if an error is larger than allowed for the dtype.
     """
     counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
-    return compare_all(
-        [partial(make_problem, kind, device, blocks) for blocks in (counts if kind.mixer == "dense" else counts[:1])],
-        torch.ops.mhla.attention,
-        fallback.outputs,
-    )
+    problems = (make_problem(kind, device, blocks) for blocks in (counts if kind.mixer == "dense" else counts[:1]))
+    return "; ".join(compare_problem(problem, torch.ops.mhla.attention, fallback.outputs) for problem in problems)
 
 
-def compare_all(
-    problems: Sequence[Callable[[], Any]], operator: Callable[..., Tensor], reference: Callable[..., Tensor]
-) -> Verdict:
-    """Compare Triton kernels with PyTorch on one problem after the other, with :func:`compare_passes`, until one differs.
+def compare_problem(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> str:
+    """Compare a registered attention operator with PyTorch, see :func:`compare_passes`.
 
     Args:
-        problems: functions that create the arguments of the operator, so that one problem is in memory at a time.
+        problem: arguments of the operator, a named tuple.
         operator: registered operator that runs the kernels.
         reference: function that computes the same outputs in PyTorch, from the arguments and a dtype.
-
-    Returns:
-        Verdict on the problem that differs; if there is none, a verdict that lists the errors of all problems.
     """
-    reasons, seconds = [], 0.0
-    for make in problems:
-        verdict = compare_passes(make(), operator, reference)
-        seconds += verdict.seconds
-        if not verdict.agrees:
-            return replace(verdict, seconds=seconds)
-        reasons.append(verdict.reason)
-    return Verdict(True, "; ".join(reasons), seconds)
+
+    def replaced(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor) -> Any:
+        return problem._replace(q=q, k=k, v=v, coefficients=list(coefficients))
+
+    coefficients = {f"coefficients {i}": x for i, x in enumerate(problem.coefficients)}
+    return compare_passes(
+        {"q": problem.q, "k": problem.k, "v": problem.v, **coefficients},
+        lambda *tensors: operator(*replaced(*tensors)),
+        lambda *tensors: reference(replaced(*tensors), torch.float64),
+    )
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:
@@ -226,45 +226,43 @@ def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> Tok
     return TokenLayout(tokens, size)
 
 
-def compare_passes(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> Verdict:
+def compare_passes(tensors: dict[str, Tensor], kernel: Callable[..., Tensor], reference: Callable[..., Tensor]) -> str:
     """Compare the outputs and all gradients of Triton kernels with results of PyTorch in float64.
 
     Args:
-        problem: arguments of the operator, a named tuple.
-        operator: registered operator that runs the kernels.
-        reference: function that computes the same outputs in PyTorch, from the arguments and a dtype.
+        tensors: inputs, by the names that messages use for them. The dtype of the first one decides the allowed errors.
+        kernel: function of the inputs that runs the kernels.
+        reference: function that computes the same outputs in PyTorch, from the inputs in float64.
 
     Returns:
-        A :class:`Verdict`, which says whether all errors are within the bounds for the dtype, and lists the errors.
+        The error of the outputs and the largest error of a gradient, relative to their norms.
+
+    Raises:
+        WrongNumbersError: if an error is larger than allowed.
     """
+    # float64, not float32, whose products PyTorch may compute in TF32
+    expected = _differentiate(reference, [x.double() for x in tensors.values()])
+    actual = _differentiate(kernel, list(tensors.values()))
+    names = ["the output", *(f"the gradient of {name}" for name in tensors)]
+    output_bound, gradient_bound = BOUNDS[next(iter(tensors.values())).dtype]
+    errors: list[float] = []
+    wrong: list[str] = []
+    for name, result, wanted in zip(names, actual, expected, strict=True):
+        error = float((result.double() - wanted).norm() / wanted.norm().clamp(min=1e-30))
+        bound = gradient_bound if errors else output_bound
+        errors.append(error)
+        if not error <= bound:  # not `error > bound`: NaN must not pass
+            wrong.append(f"{name} is off by {error:.2g} of its norm (allowed: {bound:g})")
+    if wrong:
+        raise WrongNumbersError("; ".join(wrong))
+    return f"errors {errors[0]:.1e} (output), {max(errors[1:]):.1e} (gradients)"
 
-    def run(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor, fused: bool) -> Tensor:
-        arguments = problem._replace(q=q, k=k, v=v, coefficients=list(coefficients))
-        return operator(*arguments) if fused else reference(arguments, torch.float64)
 
-    tokens, coefficients = list(problem[:3]), problem.coefficients
-    start = time.perf_counter()
-    expected, expected_gradients = _differentiate(run, tokens, coefficients, fused=False)
-    output, gradients = _differentiate(run, tokens, coefficients, fused=True)
-    bound, gradient_bound = BOUNDS[tokens[0].dtype]
-    comparisons = [compare("the output", output, expected, bound)]
-    names = ("q", "k", "v", *(f"coefficients {i}" for i in range(len(coefficients))))
-    for name, gradient, expected_gradient in zip(names, gradients, expected_gradients, strict=True):
-        comparisons.append(compare(f"the gradient of {name}", gradient, expected_gradient, gradient_bound))
-    wrong = [text for _, text in comparisons if text]
-    errors = f"errors {comparisons[0][0]:.1e} (output), {max(error for error, _ in comparisons[1:]):.1e} (gradients)"
-    return Verdict(not wrong, "; ".join(wrong) or errors, time.perf_counter() - start)
-
-
-def _differentiate(
-    run: Callable[..., Tensor], tokens: list[Tensor], coefficients: list[Tensor], fused: bool
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    dtype = tokens[0].dtype if fused else torch.float64  # not float32, whose products PyTorch may compute in TF32
-    leaves = [x.to(dtype).requires_grad_() for x in tokens]
-    coefficient_dtype = torch.float32 if fused else torch.float64
-    leaves += [x.detach().to(coefficient_dtype).requires_grad_() for x in coefficients]
-    out = run(*leaves, fused=fused)
+def _differentiate(run: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
+    """Return the outputs of a function, and its gradients for the random gradient of the outputs of a fixed seed."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    out = run(*leaves)
     generator = torch.Generator(out.device).manual_seed(1)
     cotangent = torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float32)
     cotangent = cotangent.to(torch.bfloat16).to(out.dtype)  # rounded first, so that both runs get equal values
-    return out.detach(), torch.autograd.grad(out, leaves, cotangent)
+    return [out.detach(), *torch.autograd.grad(out, leaves, cotangent)]

@@ -13,7 +13,7 @@ import torch
 from mhla_kernels import ExponentialMixing, mhla_attention
 from mhla_kernels.backend import ChosenForm
 from mhla_kernels.mixing import MixingLike
-from mhla_kernels.verdicts import folder_of, forget_kept, try_again
+from mhla_kernels.verdicts import judge
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -78,9 +78,7 @@ def forms() -> Iterator[Finding]:
         )
         advice = ""
         if wrong and backend == "triton":
-            advice = (
-                f"backend='auto' uses the PyTorch form; please report this with the verdicts in {folder_of('cuda:0')}"
-            )
+            advice = "backend='auto' uses the PyTorch form; please report this with the complete output of this command"
         elif wrong:
             advice = "this torch computes wrong here: try another version of it"
         status: Status = "ok" if not wrong else "wrong" if backend == "torch" else "note"
@@ -98,7 +96,6 @@ def kernels(device: torch.device) -> Iterator[Finding]:
     Yields:
         A finding for each combination of shape and algorithm.
     """
-    forget_kept(f"cuda:{device.index or 0}")
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
     for name, (_, _, tokens, block, key, value, causal) in SHAPES["cuda"].items():
@@ -108,10 +105,11 @@ def kernels(device: torch.device) -> Iterator[Finding]:
                 form, "dense", "bfloat16", key, value, causal, name in NORMALIZED, name in NORMALIZED, False, "equal",
                 size_class(block, form), many, 0,
             )  # fmt: skip
-            verdict = try_again(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
+            start = time.perf_counter()
+            verdict = judge(str(kind), f"cuda:{device.index or 0}", partial(try_kernels, kind, device))
             yield Finding(
                 "operator", f"kernels of {name}, {form}", "ok" if verdict.agrees else "note",
-                f"{verdict.reason} ({rounded(verdict.seconds)} s)",
+                f"{verdict.reason} ({rounded(time.perf_counter() - start)} s)",
                 "" if verdict.agrees else "backend='auto' uses the PyTorch form",
             )  # fmt: skip
 
