@@ -85,7 +85,7 @@ STUDIES = (
             "the second stage). Training takes 6 epochs of 4,000 digits."
         ),
         reading=(
-            "**What the figures say.** All five kinds are within half a point of each other, as far as seeds of one kind "
+            "**What the figures say.** All five kinds are within 0.6 points of each other, as far as seeds of one kind "
             "are: with convolutions in each block and rotary positions, the digits do not need what distinguishes the kinds "
             "at 196 tokens above. "
             "**What they do not say.** They say nothing about ImageNet, where the paper's own runs differ by 0.3 "

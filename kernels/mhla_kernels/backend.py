@@ -24,6 +24,17 @@ INSTALLED = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the Triton kernels run in Triton's interpreter on the CPU, as in tests."""
 
+
+def _automatic() -> str:
+    choice = os.environ.get("MHLA_BACKEND", "auto")
+    if choice not in ("auto", "torch"):
+        raise ValueError(f"MHLA_BACKEND={choice!r} is not 'auto' or 'torch'")
+    return choice
+
+
+AUTOMATIC = _automatic()
+"""Value of the environment variable ``MHLA_BACKEND``. With ``"torch"``, ``backend="auto"`` never uses the Triton kernels."""
+
 WIDEST = 256
 """Largest width of keys and values that the Triton kernels support."""
 
@@ -53,7 +64,8 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
     Args:
         backend: requested backend. ``"torch"`` and ``"triton"`` are returned as they are. ``"auto"`` chooses Triton on a GPU if
-            the kernels support the call, unless the installed version of Triton may miscompile them there.
+            the kernels support the call, unless the installed version of Triton may miscompile them there, or the environment
+            variable ``MHLA_BACKEND`` is ``"torch"``.
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.
@@ -62,7 +74,7 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     Raises:
         ValueError: if ``backend`` is ``"triton"`` and the kernels cannot run the call; the message states the reason.
     """
-    if backend == "torch" or (backend == "auto" and not is_native(q)):
+    if backend == "torch" or (backend == "auto" and (AUTOMATIC == "torch" or not is_native(q))):
         return "torch"
     obstacle = _obstacle(q, k, v, form)
     if backend == "triton":

@@ -19,14 +19,19 @@ from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 
-from mhla_kernels.own_files import open_own, own_folder
+from mhla_kernels.own_files import check_own, own_folder
 
 EXHAUSTED = ("out of memory", "ALLOC_FAILED")
 """Parts of error messages about lack of memory, for which Triton's driver and cuBLAS have no error class."""
+
+
+class WrongNumbersError(ArithmeticError):
+    """Error for a Triton kernel whose outputs or gradients differ too much from those of PyTorch."""
 
 
 class Verdict(NamedTuple):
@@ -45,6 +50,8 @@ _usable: dict[tuple[str, str], bool] = {}
 """Whether a kernel agrees with PyTorch, by the device and the name of the kernel."""
 _withdrawn: dict[str, str] = {}
 """Reasons why this process no longer uses a kernel, by the name of the kernel."""
+_captured: set[str] = set()
+"""Names of kernels that were requested during the capture of a CUDA graph, when no trial can run."""
 
 
 def cache_folder() -> Path:
@@ -132,7 +139,9 @@ def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
         _usable[key] = True
         return True
     if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
-        _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
+        if kind not in _captured:
+            _captured.add(kind)
+            _warn(kind, device, "it was not tried before a CUDA graph was captured; call it once before")
         return False
     verdict = judge(kind, device, trial)
     if not verdict.agrees:
@@ -161,18 +170,17 @@ def judge(kind: str, device: str, trial: Callable[[], str]) -> Verdict:
     except Exception as error:
         if _lacks_memory(error):
             raise
-        verdict = Verdict(False, short(error))
+        verdict = Verdict(False, str(error) if isinstance(error, WrongNumbersError) else short(error))
     _usable[device, kind] = verdict.agrees
     path = _path_of(kind, device)
     with suppress(OSError):  # without a writable cache, every process runs its own trial
+        own_folder(path.parent, cache_folder())
         if verdict.agrees:
-            own_folder(path.parent, cache_folder())
             # Only the existence of the file counts; its content is for a person.
-            text = json.dumps({"errors": verdict.reason, "environment": environment(device)}, indent=2) + "\n"
-            with open(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as stream:
-                stream.write(text)
+            _write(path, {"errors": verdict.reason, "environment": environment(device)})
         else:
-            path.unlink(missing_ok=True)
+            check_own(path)
+            path.unlink()
     return verdict
 
 
@@ -243,8 +251,8 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 def forget() -> None:
     """Clear this process's record of which Triton kernels agree with PyTorch; files in the cache folder stay."""
-    _usable.clear()
-    _withdrawn.clear()
+    for record in (_usable, _withdrawn, _captured):
+        record.clear()
     environment.cache_clear()
 
 
@@ -287,10 +295,22 @@ def _path_of(kind: str, device: str) -> Path:
 def _is_stored(path: Path) -> bool:
     """Return whether a file exists that this user or root made; links and files of other users do not count."""
     try:
-        os.close(open_own(path))
+        own_folder(path.parent, cache_folder())
+        check_own(path)
     except OSError:
         return False
     return True
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Write a JSON file under a name that cannot be guessed, then rename it, so that no planted file or link is written to."""
+    aside = path.with_name(f"{path.stem}.{uuid4().hex}.part")
+    try:
+        with aside.open("x") as stream:
+            stream.write(json.dumps(content, indent=2) + "\n")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _warn(kind: str, device: str, reason: str) -> None:

@@ -3,57 +3,91 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from lightning_mhla.data.origins import MODEL_FILES, model_digest
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.system.listing import shown
+from lightning_mhla.system.untrusted import read_json, reason
 
 log = logging.getLogger(__name__)
 
-MODEL_OPTIONS = ("vae", "model")
-"""Names under which a manifest holds the folder or hub name of the model that encoded the samples, or of its pipeline."""
+LONGEST_NAME = 200
+"""Largest number of characters of a recorded name in a message."""
 
 ENCODERS = ("vae", "text_encoder", "tokenizer")
 """Folders of a pipeline whose models encode samples and captions."""
 
+PARTS: dict[str, tuple[str, ...]] = {"vae": ("vae",), "model": ENCODERS}
+"""Folders of a pipeline that encoded the samples, by the option under which a manifest holds the path or name of the model."""
 
-def recorded_options(manifest: Path) -> dict[str, Any]:
-    """Return the options that a manifest records; an empty dict if it has none, as beside shards of other programs."""
+
+class Encoder(NamedTuple):
+    """Record of the model that encoded samples.
+
+    Attributes:
+        path: folder of the model or of its pipeline, or name of either on the hub.
+        parts: folders of a pipeline that encoded the samples.
+        digest: digest of the model's files, see :func:`model_digest`; None if there is none, as for a model on the hub.
+    """
+
+    path: str
+    parts: tuple[str, ...]
+    digest: str | None
+
+
+def recorded_encoder(manifest: Path) -> Encoder | None:
+    """Return the model that a manifest records; None if it records none, as beside shards of other programs."""
     try:
-        return dict(read_json(manifest))
+        record = dict(read_json(manifest))
     except (OSError, TypeError, ValueError):
-        return {}
+        return None
+    digest = record.get(MODEL_FILES)
+    for option, parts in PARTS.items():
+        if isinstance(path := record.get(option), str):
+            return Encoder(path, parts, digest if isinstance(digest, str) else None)
+    return None
 
 
-def compare_model(manifest: Path, option: str, path: str) -> None:
+def compare_model(manifests: Iterable[Path], option: str, path: str) -> None:
     """Log a warning if a model is not the one that encoded the samples of shards.
 
     Args:
-        manifest: path of the manifest beside the shards. Without a record of a model in it, nothing is compared.
+        manifests: paths of the manifests beside the shards. A manifest without a record of a model is ignored.
         option: option that names the model, such as ``model.vae``, for the message.
         path: value of the option: folder of a model or of a pipeline that contains it, or name of either on the hub.
     """
-    record = recorded_options(manifest)
-    name = next((record[key] for key in MODEL_OPTIONS if isinstance(record.get(key), str)), None)
-    if name is not None and not is_same_model(path, name, record.get(MODEL_FILES)):
-        log.warning(
-            "%s is %s, and %s names %s as the model that encoded the data: unless their weights are equal, samples come out "
-            "wrong; set %s to the model that encoded the data", option, path, manifest, name, option,
-        )  # fmt: skip
+    encoders: dict[Encoder, Path] = {}
+    for manifest in manifests:
+        if (encoder := recorded_encoder(manifest)) is not None:
+            encoders.setdefault(encoder, manifest)
+    for encoder, manifest in encoders.items():
+        name = shown(encoder.path[:LONGEST_NAME])
+        try:
+            same = is_same_model(path, encoder)
+        except (OSError, RuntimeError, ValueError) as error:  # unreadable files, links in a circle, names with zeros
+            log.warning("%s=%s is not compared with %s, which encoded the data: %s", option, path, name, reason(error))
+            continue
+        if not same:
+            log.warning(
+                "%s is %s, and %s names %s as the model that encoded the data: unless their weights are equal, samples come "
+                "out wrong; set %s to the model that encoded the data", option, path, manifest, name, option,
+            )  # fmt: skip
 
 
-def is_same_model(path: str, recorded: str, digest: Any) -> bool:
-    """Return whether a model is the one that a record of shards names. Its pipeline and its folder there count as the same.
+def is_same_model(path: str, encoder: Encoder) -> bool:
+    """Return whether a model is the one that encoded samples. Its pipeline and its folder there count as the same.
+
+    If the model is a folder and the record has a digest, the contents of the files decide, else the names.
 
     Args:
         path: folder of the model or of a pipeline that contains it, or name of either on the hub.
-        recorded: value of the option in the record, in one of these forms.
-        digest: digest of the model in the record; None if the record has none.
+        encoder: record of the model that encoded the samples.
     """
     folder = Path(path)
-    places = [folder, folder / "vae", *([folder.parent] if folder.name == "vae" else [])]
-    if path == recorded or any(place.resolve() == Path(recorded).resolve() for place in places):
-        return True
-    parts = (["vae"], ENCODERS)  # of class-to-image latents, and of captioned latents
-    return digest is not None and any(model_digest(str(place), names) == digest for place in places for names in parts)
+    places = [folder, folder / encoder.parts[0], *([folder.parent] if folder.name in encoder.parts else [])]
+    if encoder.digest is not None and folder.is_dir():
+        log.info("the files in %s are compared with those of the model that encoded the data", folder)
+        return any(model_digest(str(place), encoder.parts) == encoder.digest for place in places)
+    return path == encoder.path or any(place.resolve() == Path(encoder.path).resolve() for place in places)

@@ -14,10 +14,9 @@ from typing_extensions import override
 
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
-from lightning_mhla.data.encoded_by import compare_model, recorded_options
+from lightning_mhla.data.encoded_by import compare_model, recorded_encoder
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.options import ShardOptions
-from lightning_mhla.data.origins import MODEL_FILES
 from lightning_mhla.data.shards import ShardReader, beside_shard, find_shards, holds_shards
 from lightning_mhla.data.source import SampleSource
 from lightning_mhla.data.tables import default_cache
@@ -44,7 +43,7 @@ class ShardSets:
         self.locations = {"train": _location(train), "validate": _location(val), "test": _location(val)}
         self.cache = Path(options.cache_dir) if options.cache_dir else None
         folder = (self.cache or default_cache()) / "streamed"
-        self._encoders: dict[str, Path] = {}
+        self._encoders: dict[tuple[str, str], Path] = {}
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
@@ -104,29 +103,35 @@ class ShardSets:
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
         """
-        for manifest in sorted({beside_shard(shard, "manifest.json") for shard in self.find(stage)}):
-            digest = recorded_options(manifest).get(MODEL_FILES)
-            if not isinstance(digest, str) or digest in self._encoders:
+        for manifest in self.manifests(stage):
+            encoder = recorded_encoder(manifest)
+            if encoder is None:
                 continue
-            self._encoders[digest] = manifest
-            first = next(iter(self._encoders.values()))
+            identity = ("path", encoder.path) if encoder.digest is None else ("digest", encoder.digest)
+            if identity in self._encoders:
+                continue
+            self._encoders[identity] = manifest
+            # a path is not compared with a digest
+            first = next(path for (kind, _), path in self._encoders.items() if kind == identity[0])
             if first != manifest:
                 log.warning(
-                    "%s and %s name models with different files: unless their weights are equal, the latents have different "
+                    "%s and %s name different models: unless their weights are equal, the latents have different "
                     "meanings; prepare all shards with one model", first, manifest,
                 )  # fmt: skip
 
     def compare_model(self, option: str, path: str) -> None:
         """Log a warning if a different model encoded the training samples than the one with which a module decodes them.
 
-        A folder counts as the same model if it is the recorded one, or its files have the recorded digest.
-
         Args:
             option: option of the module that names the model, such as ``model.vae``.
             path: value of the option: folder of a model or of a pipeline that contains it, or name of either on the hub.
         """
         if self.class_folder("train") is None:
-            compare_model(beside_shard(self.find("train")[0], "manifest.json"), option, path)
+            compare_model(self.manifests("train"), option, path)
+
+    def manifests(self, stage: str) -> list[Path]:
+        """Return the paths of the manifests beside the shards of a stage, sorted; they need not exist."""
+        return sorted({beside_shard(shard, "manifest.json") for shard in self.find(stage)})
 
     def ahead(self, stage: str, window: int | None) -> Callable[[np.ndarray], FetchAhead] | None:
         """Return a function that creates a context manager for downloading the shards of a stage ahead of their use.

@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -185,6 +188,40 @@ def test_a_kernel_that_fails_after_its_trial_is_withdrawn(
                 torch.testing.assert_close(one, two)
     assert calls[0] == 2, "after the trial, one failure"
     assert len(stored(tmp_path)) == 1, "the trial was sound: the next process uses the kernel again"
+
+
+def test_kernels_are_not_tried_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdicts, "environment", lru_cache(lambda _: {"device": "a GPU"}))
+    capturing, trials = [True], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(verdicts, "in_own_thread", lambda trial, _: trial())
+    with one_warning("it was not tried before a CUDA graph was captured"):
+        assert not [
+            True for _ in range(3) if verdicts.may_use("some", "cuda:0", lambda: trials.append(1) or "no errors")
+        ]
+    capturing[0] = False
+    assert verdicts.may_use("some", "cuda:0", lambda: trials.append(1) or "no errors")
+    assert len(trials) == 1
+
+
+def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mhla_kernels.backend.AUTOMATIC", "torch")
+    with broken("forward", lambda out: out) as calls:
+        assert same(values_and_gradients(), values_and_gradients("torch"))
+        assert calls[0] == 0
+        values_and_gradients("triton")
+        assert calls[0] == 1
+    program = [sys.executable, "-c", "import mhla_kernels.backend as b; print(b.AUTOMATIC)"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(verdicts.__file__).parents[1])}
+    for value, answer in (
+        ("torch", "torch"),
+        ("auto", "auto"),
+        ("triton", "MHLA_BACKEND='triton' is not 'auto' or 'torch'"),
+    ):
+        done = subprocess.run(
+            program, capture_output=True, text=True, env={**environment, "MHLA_BACKEND": value}, check=False
+        )
+        assert answer in (done.stdout if value in ("torch", "auto") else done.stderr)
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("Triton Error [CUDA]: out of memory")])
@@ -401,23 +438,50 @@ def test_a_kernel_that_disagrees_later_is_no_longer_stored() -> None:
     assert path.exists()
 
 
-@pytest.mark.parametrize("what", ["folder", "link", "pipe", "of another user"])
-def test_a_file_that_somebody_planted_does_not_replace_the_trial(what: str, tmp_path: Path) -> None:
+PLANTED = ("folder", "link", "hard link", "pipe", "of another user", "linked folder")
+
+
+@pytest.mark.parametrize("agrees", [True, False])
+@pytest.mark.parametrize("what", PLANTED)
+def test_what_somebody_planted_is_neither_believed_nor_changed(what: str, agrees: bool, tmp_path: Path) -> None:
     path, victim, trials = store(), tmp_path / "victim", []
-    content = path.read_text()
-    victim.write_text(content)
+    victim.write_text("of somebody")
+    path.unlink()
     if what == "of another user":
         if os.geteuid():
             pytest.skip("only root can give files to another user")
+        path.write_text("of somebody")
         os.chown(path, 12345, 12345)
+        path.parent.chmod(0o777)
+    elif what == "linked folder":
+        path.parent.rmdir()
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / path.name).write_text("of somebody")
+        path.parent.symlink_to(tmp_path / "folder")
     else:
-        path.unlink()
-        {"folder": path.mkdir, "link": lambda: path.symlink_to(victim), "pipe": lambda: os.mkfifo(path)}[what]()
-    for _ in range(3):  # as three processes
-        assert verdicts.may_use("some", "cpu", lambda: trials.append(1) or "no errors")
-        verdicts.forget()
-    assert len(trials) == 3
-    assert victim.read_text() == content
+        {
+            "folder": path.mkdir, "link": lambda: path.symlink_to(victim), "pipe": lambda: os.mkfifo(path),
+            "hard link": lambda: path.hardlink_to(victim),
+        }[what]()  # fmt: skip
+
+    def trial() -> str:
+        trials.append(1)
+        return "no errors" if agrees else wrong()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if what == "hard link":  # to a file of this user: it counts, and is not written to
+            assert verdicts.may_use("some", "cpu", trial)
+            assert verdicts.judge("some", "cpu", trial).agrees == agrees
+        else:
+            assert verdicts.may_use("some", "cpu", trial) == agrees
+            assert len(trials) == 1
+    assert victim.read_text() == "of somebody"
+    if what == "linked folder":
+        assert (tmp_path / "folder" / path.name).read_text() == "of somebody"
+    if what == "of another user" and not agrees:
+        assert path.read_text() == "of somebody"
+    assert not list(path.parent.glob("*.part"))
 
 
 def test_without_a_writable_cache_every_process_runs_its_own_trial(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import transformers
 from mhla_tasks.commandline import registry
 from mhla_tasks.language.prepare import write_token_shards
+from mhla_tasks.tools.linearize import measure
 from mhla_tasks.tools.linearize.command import only_call_in
 from mhla_tasks.tools.linearize.measure import longest_sample, samples_in_window
 from mhla_tasks.tools.linearize.pipeline import Pipeline
 from mhla_tasks.tools.linearize.source import PretrainedSource, find_domain, sample_length
 from mhla_tasks.tools.linearize.stages import Settings
+from mhla_tasks.tools.processes import run_command
 from test_encoders import MiniTexts
 
 SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -176,6 +180,66 @@ def test_one_call_at_a_time_works_in_a_folder(tmp_path: Path) -> None:
     with only_call_in(tmp_path / "empty/work"):
         pass
     assert not (tmp_path / "empty/work").exists(), "a call that fails at once leaves no empty folder"
+
+
+def test_the_lock_lasts_as_long_as_any_command_of_the_call(tmp_path: Path) -> None:
+    """A command of a call that was killed goes on writing."""
+    work = tmp_path / "work"
+    with only_call_in(work) as lock:
+        (work / "shard").touch()
+        check = [sys.executable, "-c", f"import os; os.fstat({lock})"]
+        assert run_command(check, inherited=[lock]) == 0
+        assert run_command([*check[:2], f"import os, sys; sys.stderr = None; os.fstat({lock})"]) == 1
+        command = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
+    with pytest.raises(ValueError, match="another lightning linearize works in"), only_call_in(work):
+        pass
+    command.kill()
+    command.wait()
+    with only_call_in(work):
+        pass
+
+
+def test_a_lock_on_a_removed_folder_excludes_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, lock = tmp_path / "work", fcntl.flock
+    removals = [work.rmdir]
+
+    def other_call_ends_first(descriptor: int, flags: int) -> None:
+        while removals:
+            removals.pop()()
+        lock(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", other_call_ends_first)
+    with only_call_in(work):
+        assert work.exists()
+        with pytest.raises(ValueError, match="another lightning linearize works in"), only_call_in(work):
+            pass
+
+
+def test_an_empty_folder_of_the_user_stays(tmp_path: Path) -> None:
+    with only_call_in(tmp_path):
+        pass
+    assert tmp_path.exists()
+
+
+def test_speed_is_measured_at_the_trained_length_in_any_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond the context of a rotary model, after a length that a model rejects, and after one that takes long."""
+    networks = {"original": 1, "linearized": 2}
+    text, image = PretrainedSource("llama", "language", 2, "llama"), PretrainedSource("vit", "image", 2, "vit")
+
+    def forward(_: PretrainedSource, network: int, length: int) -> None:
+        if length in rejected:
+            raise ValueError("no such size")
+
+    monkeypatch.setattr(measure, "_forward", forward)
+    rejected: set[int] = set()
+    assert list(measure.seconds_by_length(text, networks, 2048, 4096)) == [128, 512, 1024, 2048, 4096]
+    rejected = {224}
+    assert list(measure.seconds_by_length(image, networks, None, 384))[:2] == [336, 384]
+    rejected = {384, 512}
+    assert 384 not in measure.seconds_by_length(text, networks, None, 384)
+    rejected = set()
+    monkeypatch.setattr(measure, "LONG_PASS", -1.0)
+    assert list(measure.seconds_by_length(text, networks, None, 1024)) == [128, 1024]
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,7 @@ def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: py
         data = LatentShards(str(tmp_path / "train"), str(tmp_path / "val"), sample_size=8, batch_size=2)
         data.source("train")
         data.source("validate")
-        assert ("name models with different files" in caplog.text) == changed
+        assert ("name different models" in caplog.text) == changed
     for content in ("[]", "version 2", f'{{"{MODEL_FILES}": {{}}}}'):  # a file of a different program
         (tmp_path / "val/train-manifest.json").write_text(content)
         data.shards.compare_encoders("validate")
@@ -294,6 +294,41 @@ def test_latents_of_another_model_than_the_one_that_decodes_are_named(
     caplog.clear()
     data.shards.compare_model("model.vae", "stabilityai/sd-vae-ft-ema")
     assert not caplog.text
+
+
+def test_the_model_of_every_folder_of_shards_is_compared_by_its_files(
+    world: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights replaced in place, another folder of the same relative path, and the second of two sources."""
+    shutil.copytree(world / "vae", tmp_path / "a/vae")
+    monkeypatch.chdir(tmp_path / "a")
+    words = command("latents", world, world / SOURCES["latents"], tmp_path / "one")
+    words[words.index("--vae") + 1] = "vae"
+    registry.run("prepare latents", words)
+    both = [str(tmp_path / "one"), str(tmp_path / "two")]
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    text = json.loads((tmp_path / "two/train-manifest.json").read_text())
+    data = LatentShards(both, both[0], sample_size=8, batch_size=2)
+    data.shards.compare_model("model.vae", "vae")
+    assert "WARNING" not in caplog.text
+    (tmp_path / "two/train-manifest.json").write_text(
+        json.dumps({**text, "vae": "hub/\x1b[2Jtwo\n", "model_files": None})
+    )
+    data.shards.compare_model("model.vae", "vae")
+    assert caplog.text.count("as the model that encoded the data") == 1
+    assert r"two/train-manifest.json names hub/\x1b[2Jtwo\n as the model" in caplog.text
+    (tmp_path / "two/train-manifest.json").write_text(json.dumps({**text, "vae": "a\0b", "model_files": None}))
+    caplog.clear()
+    data.shards.compare_model("model.vae", "vae")
+    assert "model.vae=vae is not compared with" in caplog.text
+    caplog.clear()
+    (tmp_path / "b").mkdir()
+    resave(next(Path("vae").glob("*.safetensors")))
+    shutil.copytree("vae", tmp_path / "b/vae")
+    for folder in ("a", "b"):
+        monkeypatch.chdir(tmp_path / folder)
+        LatentShards(both[0], both[0], sample_size=8, batch_size=2).shards.compare_model("model.vae", "vae")
+    assert caplog.text.count(f"{tmp_path}/one/train-manifest.json names vae as the model that encoded the data") == 2
 
 
 def test_encoded_captions_of_another_pipeline_are_named(

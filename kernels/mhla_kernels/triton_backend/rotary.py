@@ -163,9 +163,10 @@ def rotary_backward(
             errors are raised instead.
     """
 
-    def instead() -> Tensor | None:
+    def instead() -> Tensor:
         (x_gradient,) = differentiate(lambda x: turn(x, cos, sin, relu, interleaved), [x], [True], gradient)
-        return x_gradient if x_gradient is None else x_gradient.contiguous()
+        assert x_gradient is not None
+        return x_gradient.contiguous()
 
     out: Tensor = guarded(
         guard, x.device, lambda: launch_rotary(gradient, x, cos, sin, relu, interleaved, backward=True), instead

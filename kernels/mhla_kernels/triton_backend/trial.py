@@ -14,6 +14,7 @@ from mhla_kernels.triton_backend import fallback
 from mhla_kernels.triton_backend.call import Arguments, chip_of
 from mhla_kernels.triton_backend.config import mix_tiles, mixing_gradient_tiles, power_of_two
 from mhla_kernels.triton_backend.tables import kernel_tables
+from mhla_kernels.verdicts import WrongNumbersError
 
 MANY = 32
 """Number of blocks above which mixing uses larger tiles, see :func:`mhla_kernels.triton_backend.config.mix_tiles`."""
@@ -24,10 +25,6 @@ LONGEST = 4096
 
 BOUNDS = {torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 4e-2)}
 """Allowed errors of outputs and of gradients, relative to their norm: a few times the errors of a correct kernel."""
-
-
-class WrongNumbersError(ArithmeticError):
-    """Error for a Triton kernel whose outputs or gradients differ too much from those of PyTorch."""
 
 
 class Kind(NamedTuple):
@@ -173,8 +170,10 @@ def try_kernels(kind: Kind, device: torch.device) -> str:
         WrongNumbersError: if an error is larger than allowed for the dtype.
     """
     counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
-    problems = (make_problem(kind, device, blocks) for blocks in (counts if kind.mixer == "dense" else counts[:1]))
-    return "; ".join(compare_problem(problem, torch.ops.mhla.attention, fallback.outputs) for problem in problems)
+    return "; ".join(
+        compare_problem(make_problem(kind, device, blocks), torch.ops.mhla.attention, fallback.outputs)
+        for blocks in (counts if kind.mixer == "dense" else counts[:1])
+    )
 
 
 def compare_problem(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def describe_status(status: int) -> str:
     return "killed by signal 9, as if memory ran out" if status == KILLED else f"ended with status {status}"
 
 
-def run_command(command: list[str], output: Path | None = None) -> int:
+def run_command(command: list[str], output: Path | None = None, inherited: Sequence[int] = ()) -> int:
     """Run a command and wait until it ends.
 
     The signals SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
@@ -34,12 +35,14 @@ def run_command(command: list[str], output: Path | None = None) -> int:
     Args:
         command: program and arguments.
         output: file to which the command's standard output and standard error are appended; None to show them on the terminal.
+        inherited: file descriptors that stay open in the command.
 
     Returns:
         The exit status of the command; 130 after Ctrl+C, and 128 + n if signal n ended it.
     """
     with open(output, "ab") if output is not None else nullcontext() as stream:
-        child = subprocess.Popen(command, stdout=stream, stderr=None if stream is None else subprocess.STDOUT)
+        errors = None if stream is None else subprocess.STDOUT
+        child = subprocess.Popen(command, stdout=stream, stderr=errors, pass_fds=inherited)
     interrupts: list[int] = []
     # The command decides what to do, such as saving its state, so the parent waits for it and does not kill it.
     previous_handlers = {

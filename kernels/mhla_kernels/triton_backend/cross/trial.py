@@ -110,5 +110,7 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> str:
         WrongNumbersError: if an error is larger than allowed for the dtype.
     """
     counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
-    problems = (make_cross_problem(kind, device, blocks) for blocks in counts)
-    return "; ".join(compare_problem(problem, torch.ops.mhla.cross_attention, fallback.outputs) for problem in problems)
+    return "; ".join(
+        compare_problem(make_cross_problem(kind, device, blocks), torch.ops.mhla.cross_attention, fallback.outputs)
+        for blocks in counts
+    )

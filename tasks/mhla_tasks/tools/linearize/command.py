@@ -50,36 +50,52 @@ def linearize(options: Any) -> None:
     settings = stages.Settings(**{name: defaults[name] if value is None else value for name, value in typed.items()})
     steps = None if options.steps is None else (options.steps[0], options.steps[1])
     work = options.work or target.with_name(f"{target.name}-work")
-    with only_call_in(work):
-        Pipeline(options.source, target, work, settings, options.budget, steps).run()
+    with only_call_in(work) as lock:
+        Pipeline(options.source, target, work, settings, options.budget, steps, lock).run()
 
 
 @contextmanager
-def only_call_in(work: Path) -> Iterator[None]:
-    """Context manager that holds an exclusive lock on the working folder, and removes the folder at the end if it is empty.
+def only_call_in(work: Path) -> Iterator[int]:
+    """Context manager that holds an exclusive lock on the working folder.
 
-    The kernel releases the lock if the process is killed.
+    If the folder did not exist before and is empty at the end, it is removed. The kernel releases the lock when this process
+    and all processes that inherit the descriptor have ended.
+
+    Yields:
+        File descriptor of the lock.
 
     Raises:
         ValueError: if another process holds the lock.
     """
-    work.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
+    created = not work.exists()
+    descriptor = _locked(work)
     try:
+        yield descriptor
+    finally:
+        if created:
+            with suppress(OSError):
+                work.rmdir()  # a folder with files stays
+        os.close(descriptor)
+
+
+def _locked(work: Path) -> int:
+    """Create a folder if necessary, lock it, and return the file descriptor of the lock."""
+    while True:
+        work.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            os.close(descriptor)
             raise ValueError(
                 f"another lightning linearize works in {work}; wait until it has finished, or choose another folder with --work"
             ) from None
         except OSError as error:  # file systems without locks
-            log.info("%s is not locked (%s)", work, error)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                work.rmdir()  # a folder with files stays
-    finally:
+            log.warning("%s cannot be locked (%s): do not start a second call that works there", work, error)
+        # Another call may have removed the folder after it was opened here; a lock on a removed folder excludes nobody.
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), work.stat()):
+                return descriptor
         os.close(descriptor)
 
 

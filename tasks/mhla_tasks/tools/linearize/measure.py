@@ -257,41 +257,49 @@ def seconds_by_length(
 ) -> dict[int, dict[str, float]]:
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
-    The measurement ends before the first length that a model does not support, or after the first length at which the forward
-    passes of all models take more than :data:`LONG_PASS` seconds in total.
+    Lengths that a model does not support are left out, and so are those above ``longest``, and those after the first length at
+    which the forward passes of all models take more than :data:`LONG_PASS` seconds in total. The length of the training samples
+    is measured in any case, if the models support it.
 
     Args:
         source: pretrained model, which determines the lengths and the kind of input.
         networks: models in evaluation mode, by name. One of them has the name ``original``.
         longest: maximum length that the models accept; None if there is no limit.
-        trained: length of the training samples, at which speed is measured, too.
+        trained: length of the training samples.
 
     Returns:
         Mapping from sample length, in tokens or in pixels of an image's side, to the seconds of each model by name.
     """
     results: dict[int, dict[str, float]] = {}
     patch = 1 if source.images is None else source.images.patch
-    for length in sorted({length - length % patch for length in (*LENGTHS[source.domain], trained)}):
-        if longest is not None and length > longest:
-            break
-        times: dict[str, list[float]] = {name: [] for name in networks}
-        for _ in range(REPEATS + 1):
-            # Models take turns, so that other work on the machine affects all of them alike.
-            for name, network in networks.items():
-                begin = time.perf_counter()
-                try:
-                    _forward(source, network, length)
-                except (ValueError, RuntimeError) as error:  # a size that the model does not support
-                    log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
-                    return results
-                times[name].append(time.perf_counter() - begin)
-            if sum(values[-1] for values in times.values()) > LONG_PASS:
-                break
+    trained -= trained % patch
+    slow = False
+    for length in sorted({length - length % patch for length in (*LENGTHS[source.domain], trained)} - {0}):
+        if length != trained and (slow or (longest is not None and length > longest)):
+            continue
+        try:
+            passes = _time_passes(source, networks, length)
+        except (ValueError, RuntimeError) as error:  # a size that the model does not support
+            log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
+            continue
         # The first pass allocates memory; it counts only if it is the only one.
-        results[length] = {name: statistics.median(values[1:] or values) for name, values in times.items()}
-        if len(times["original"]) == 1:
-            break
+        results[length] = {name: statistics.median(times[1:] or times) for name, times in passes.items()}
+        slow = slow or len(passes["original"]) == 1
     return results
+
+
+def _time_passes(source: PretrainedSource, networks: Mapping[str, Any], length: int) -> dict[str, list[float]]:
+    """Measure the seconds of forward passes by model: one pass if it takes long, else :data:`REPEATS` more."""
+    passes: dict[str, list[float]] = {name: [] for name in networks}
+    for _ in range(REPEATS + 1):
+        # Models take turns, so that other work on the machine affects all of them alike.
+        for name, network in networks.items():
+            begin = time.perf_counter()
+            _forward(source, network, length)
+            passes[name].append(time.perf_counter() - begin)
+        if sum(times[-1] for times in passes.values()) > LONG_PASS:
+            break
+    return passes
 
 
 def _forward(source: PretrainedSource, network: Any, length: int) -> None:

@@ -51,6 +51,8 @@ class Pipeline:
         settings: options that determine the training.
         budget: training time in seconds, from which the numbers of steps are computed; ignored if ``steps`` is given.
         steps: optimizer steps of the first and the second run; None to compute them from ``budget``.
+        lock: file descriptor of the lock on ``work``. The commands that perform the steps inherit it, because they may outlive
+            this process. None for no lock.
 
     Raises:
         FileNotFoundError: if there is no such pretrained model.
@@ -65,7 +67,9 @@ class Pipeline:
         settings: stages.Settings,
         budget: float,
         steps: tuple[int, int] | None = None,
+        lock: int | None = None,
     ) -> None:
+        self.lock = lock
         self.target, self.work, self.settings, self.budget, self.steps = target, work, settings, budget, steps
         choices = {"source": name, "settings": asdict(settings), "budget": None if steps else budget, "steps": steps}
         self.choices: dict[str, Any] = json.loads(json.dumps(choices))
@@ -290,7 +294,8 @@ class Pipeline:
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()  # measurements in this process must not hold memory that the command needs
-        if status := run_command([sys.executable, "-m", "mhla_tasks", *words]):
+        inherited = () if self.lock is None else (self.lock,)
+        if status := run_command([sys.executable, "-m", "mhla_tasks", *words], inherited=inherited):
             _say(f"{describe_status(status)}; the same command continues here ({self.work})")
             if status == KILLED:
                 _say("to need less memory, use a smaller --batch_size or --length with a different --work")
