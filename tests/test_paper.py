@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
+import time
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -115,6 +118,41 @@ def test_a_model_that_all_seeds_start_from_is_trained_once(monkeypatch: pytest.M
     assert asked == [("scenes-pretrain", "original", 0), *each]
     wanted = sum(len(study.variants) * (1 if "pretrain" in study.name else 3) for study in paper.STUDIES.values())
     assert f"**0 of {wanted} runs" in (tmp_path / "docs/results.md").read_text()
+
+
+STOPPED = """
+import subprocess, sys
+from pathlib import Path
+from benchmarks.paper.jobs import Job, run_jobs
+
+class Endless:
+    needs = None
+    def run(self, variant, seed, *_):
+        write = "import os, signal, sys; os.symlink(str(os.getpid()), sys.argv[1]); signal.pause()"
+        subprocess.run([sys.executable, "-c", write, f"{sys.argv[1]}/{seed}"])
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    run_jobs([Job(Endless(), "any", seed) for seed in range(4)], 2, folder, folder, [], lambda: None)
+"""
+
+
+def test_a_signal_stops_the_runs_too(tmp_path: Path) -> None:
+    """They went on without their parent, and began the next runs."""
+    program = tmp_path / "program.py"
+    program.write_text(STOPPED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, str(program), str(tmp_path)], env=environment)
+    first, second = tmp_path / "0", tmp_path / "1"
+    while not (first.is_symlink() and second.is_symlink()):
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.terminate()
+    assert process.wait(60) == 128 + signal.SIGTERM
+    for link in (first, second):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(os.readlink(link)), 0)
+    assert not (tmp_path / "2").is_symlink()
 
 
 def test_what_others_start_from_is_trained_before_them(tmp_path: Path) -> None:

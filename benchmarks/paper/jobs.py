@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from contextlib import suppress
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import NamedTuple
 
@@ -65,12 +68,33 @@ def run_jobs(
         return
     # Spawned processes read this variable when they import torch.
     os.environ["OMP_NUM_THREADS"] = "1"
-    pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"))
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), initializer=lead_group)
     try:
         for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
             rows = [pool.submit(study.run, variant, seed, runs, results, options) for study, variant, seed in part]
             for row in as_completed(rows):
                 row.result()
                 after_each()
+    except BaseException:
+        for process in active_children():  # otherwise they would go on training, and begin the next jobs
+            process.terminate()
+        raise
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def lead_group() -> None:
+    """Make this process the leader of a process group that ends completely if the process receives SIGTERM."""
+    os.setpgrp()
+    signal.signal(signal.SIGTERM, end_group)
+
+
+def end_group(number: int, _: object) -> None:
+    """Send a signal to all processes of this process's group, wait for its children, and end this process."""
+    signal.signal(number, signal.SIG_IGN)
+    os.killpg(0, number)
+    with suppress(ChildProcessError):
+        while True:
+            os.wait()
+    os._exit(128 + number)  # an exception would only end the current job, and the process would begin the next one
