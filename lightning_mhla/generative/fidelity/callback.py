@@ -173,7 +173,7 @@ class GenerationMetrics(SampleGrid):
         failed: Exception | None = None
         if trainer.is_global_zero and self._reference is None:
             try:
-                reference = self._read_reference(trainer, module.device)
+                reference = self._read_reference(trainer, module)
                 self._check_width(reference, module)
                 self._reference = reference
             except (ValueError, FileNotFoundError) as error:
@@ -183,15 +183,18 @@ class GenerationMetrics(SampleGrid):
         if failed is not None:
             raise failed
 
-    def _read_reference(self, trainer: Trainer, device: torch.device) -> ImageSet:
+    def _read_reference(self, trainer: Trainer, module: ImageGenerator) -> ImageSet:
         if self.reference not in ("train", "validate"):
-            return read_set(self.reference, self.features, device, self.batch_size)
+            return read_set(self.reference, self.features, module.device, self.batch_size)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(data, HasRealImages):
             raise ValueError(f"reference={self.reference!r} names a part of {type(data).__name__}, which has no images")
         most_broken = ShardOptions.max_skipped if self.reference == "train" else 0  # as training and validation
         batches = _batches(data.real_images(self.reference), self.batch_size, most_broken)
-        return image_set(f"the data's part {self.reference!r}", batches, self.features, device)
+        sampling, (_, height, width) = self._sampling(module), module.image_shape
+        drawn = getattr(sampling, "height", height), getattr(sampling, "width", width)
+        batches = _comparing_sizes(batches, drawn)
+        return image_set(f"the data's part {self.reference!r}", batches, self.features, module.device)
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
         """Check that precomputed reference statistics have as many features per image as the feature network computes.
@@ -281,3 +284,15 @@ def _batches(source: SampleSource, batch_size: int, most_broken: int) -> Iterato
                 log.warning("left out of the reference: %s", error)
         if images:
             yield to_pixels(torch.stack(images))
+
+
+def _comparing_sizes(batches: Iterator[Tensor], drawn: tuple[int, int]) -> Iterator[Tensor]:
+    """Yield batches of images, and log a warning if their size is not that of generated images, height and width ``drawn``."""
+    for number, batch in enumerate(batches):
+        height, width = batch.shape[-2:]
+        if number == 0 and (height, width) != drawn:
+            log.warning(
+                "the reference has images of %d x %d pixels, and samples have %d x %d: FID and the other metrics include this "
+                "difference; use data of the size that is drawn", height, width, *drawn,
+            )  # fmt: skip
+        yield batch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -245,6 +246,29 @@ def test_broken_images_are_left_out_of_the_reference(broken: set[int], caplog: p
             image_set("the data", _batches(source, 4, 10), RandomFeatures(0), CPU)
     with pytest.raises(BrokenSampleError, match="the image cannot be decoded"):
         list(_batches(source, 4, len(broken) - 1))
+
+
+@pytest.mark.parametrize(
+    ("shape", "height", "differs"),
+    [((1, 8, 8), None, False), ((1, 8, 12), None, True), ((1, 8, 8), 16, True), ((1, 16, 8), 8, False)],
+)
+def test_a_reference_of_another_size_is_named(
+    shape: tuple[int, int, int], height: int | None, differs: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The size is that of the callback's own sampling options, if they have one."""
+
+    class Drawing:
+        device, image_shape = CPU, shape
+        sampling = None if height is None else SimpleNamespace(height=height)
+
+    class Data:
+        def real_images(self, part: str) -> list[dict[str, Tensor]]:
+            return [{"image": torch.zeros(1, 8, 8)}] * 6
+
+    trainer, module = SimpleNamespace(datamodule=Data()), Drawing()
+    reference = GenerationMetrics(features=RandomFeatures(0), batch_size=2)._read_reference(trainer, module)
+    assert reference.count == 6
+    assert caplog.text.count("the reference has images of 8 x 8 pixels, and samples have ") == differs
 
 
 @pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])
