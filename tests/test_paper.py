@@ -19,16 +19,18 @@ import pytest
 import torch
 import yaml
 from fork_server import ForkServer
+from mhla_tasks.language import LanguageModel
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.digits import MovingDigitSamples
 
 from benchmarks import recurrences
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import full_runs, mnist, runs, scenes, video
+from benchmarks.paper import contexts, full_runs, mnist, runs, scenes, video
 from benchmarks.paper.jobs import Job, in_two_parts
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import newest_checkpoint
 from benchmarks.paper.study import Study, by_variant, spread
+from lightning_mhla import AttentionConfig
 
 ONE = [
     "--trainer.enable_progress_bar=false",
@@ -47,6 +49,8 @@ SMALL: dict[str, tuple[list[str], list[str]]] = {
     "needle": (["softmax"], [KEEP, "--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
     "stdlib": (["gla"], [KEEP, "--model.init_args.shape.dim=32", "--model.init_args.shape.depth=1", "--model.init_args.context=64",
                          "--data.init_args.context=64", "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
+    "stdlib-2048": (["softmax", "mamba2"], [KEEP, "--model.init_args.shape.dim=32", "--model.init_args.shape.depth=1",
+                                            "--model.init_args.vocab_size=512", "--data.init_args.vocab_size=512"]),
     "linearize-vit": (["mhla, relu features"], [KEEP]),
     "mnist-images": (["mhla + lepe + gate"], [DRAW, "--model.init_args.shape.dim=16", "--model.init_args.shape.heads=1", "--model.init_args.shape.depth=1"]),
     "scenes": (["mhla, 16 blocks"], [KEEP, "--model.init_args.transformer.num_layers=1", "--model.init_args.sampling.steps=1",
@@ -91,6 +95,7 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     seeds = [0, 1] if study == "mnist" else [0]
     words = ["--only", study, "--variants", *variants, "--seeds", *map(str, seeds), "--", *ONE, *options]
     monkeypatch.setattr("benchmarks.paper.language.LONG", 256)
+    monkeypatch.setattr(contexts, "EDGES", (0, 2048, 2560))
     call(monkeypatch, tmp_path, *words)
     rows = json.loads((tmp_path / "results" / f"{study}.json").read_text())["rows"]
     assert {(row["variant"], row["seed"]) for row in rows} == {(name, seed) for name in variants for seed in seeds}
@@ -271,6 +276,30 @@ def test_every_row_of_the_committed_results_is_of_a_variant() -> None:
                 )
             keys = [(row["variant"], row["seed"]) for row in content["rows"]]
             assert len(set(keys)) == len(keys)
+
+
+def test_the_best_learning_rates_are_those_of_the_search() -> None:
+    """Of every kind, rates around the best one were tried."""
+    for kind, best in contexts.BEST.items():
+        rows = {row["variant"]: row["bits_per_byte"] for row in paper.STUDIES["stdlib-2048-rates"].rows(paper.RESULTS)}
+        scores = [rows[f"{kind}, {rate}"] for rate in contexts.RATES[kind]]
+        assert contexts.RATES[kind][scores.index(min(scores))] == best
+        assert contexts.RATES[kind][0] < best < contexts.RATES[kind][-1]
+
+
+def test_scaled_rotary_embedding_stretches_the_slowest_frequency_alone() -> None:
+    shape = {"dim": 32, "depth": 2, "heads": 2}
+    model = LanguageModel(AttentionConfig(kind="softmax", rotary=True), vocab_size=64, context=16, shape=shape).eval()
+    rotary = model.network.backbone.layers[1].attn.rotary
+    before = rotary.frequencies()
+    assert contexts.scale_rotary(model, 8)
+    after = model.network.backbone.layers[1].attn.rotary.frequencies()
+    assert float(after[0]) == float(before[0]) == 1
+    assert float(after[-1] * 8) == pytest.approx(float(before[-1]))
+    tokens = torch.randint(64, (1, 16), generator=torch.Generator().manual_seed(0))
+    scaled = model.network(tokens).logits
+    assert contexts.scale_rotary(model, 1 / 8)
+    assert not torch.allclose(scaled, model.network(tokens).logits)
 
 
 def test_linearised_models_stand_beside_the_one_each_seed_starts_from(tmp_path: Path) -> None:
