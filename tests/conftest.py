@@ -17,6 +17,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
+os.environ.pop("MHLA_BACKEND", None)
 os.environ["OMP_NUM_THREADS"] = "1"  # of the programs that tests start: their threads would compete for the cores
 
 import pytest

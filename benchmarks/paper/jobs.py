@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -61,40 +59,64 @@ def run_jobs(
         options: options of ``lightning fit`` for all runs.
         after_each: function to call after each run.
     """
-    if at_once == 1:
-        for study, variant, seed in jobs:
-            study.run(variant, seed, runs, results, options)
-            after_each()
-        return
+    previous = signal.signal(signal.SIGTERM, end_jobs)
+    try:
+        if at_once == 1:
+            for job in jobs:
+                run_job(job, runs, results, options)
+                after_each()
+        else:
+            _run_in_pool(jobs, at_once, runs, results, options, after_each)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run_in_pool(
+    jobs: Sequence[Job],
+    at_once: int,
+    runs: Path,
+    results: Path,
+    options: Sequence[str],
+    after_each: Callable[[], object],
+) -> None:
+    """Train and measure the runs of all jobs in several processes, see :func:`run_jobs`."""
     # Spawned processes read this variable when they import torch.
     os.environ["OMP_NUM_THREADS"] = "1"
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    pool = ProcessPoolExecutor(at_once, mp_context=get_context("spawn"), initializer=lead_group)
+    pool = ProcessPoolExecutor(
+        at_once, mp_context=get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGTERM, end_jobs)
+    )
     try:
         for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
-            rows = [pool.submit(study.run, variant, seed, runs, results, options) for study, variant, seed in part]
+            rows = [pool.submit(run_job, job, runs, results, options) for job in part]
             for row in as_completed(rows):
                 row.result()
                 after_each()
-    except BaseException:
-        for process in active_children():  # otherwise they would go on training, and begin the next jobs
-            process.terminate()
+    except KeyboardInterrupt:
+        end_workers()
         raise
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def lead_group() -> None:
-    """Make this process the leader of a process group that ends completely if the process receives SIGTERM."""
-    os.setpgrp()
-    signal.signal(signal.SIGTERM, end_group)
+def run_job(job: Job, runs: Path, results: Path, options: Sequence[str]) -> None:
+    """Train and measure one run, unless a signal has told this process to end."""
+    if _ended:  # a pool gives its workers jobs in advance
+        raise SystemExit(_ended[0])
+    job.study.run(job.variant, job.seed, runs, results, options)
 
 
-def end_group(number: int, _: object) -> None:
-    """Send a signal to all processes of this process's group, wait for its children, and end this process."""
-    signal.signal(number, signal.SIG_IGN)
-    os.killpg(0, number)
-    with suppress(ChildProcessError):
-        while True:
-            os.wait()
-    os._exit(128 + number)  # an exception would only end the current job, and the process would begin the next one
+_ended: list[int] = []
+"""Exit status of this process after a signal; empty before."""
+
+
+def end_jobs(number: int, _: object) -> None:
+    """Signal handler that ends the workers of this process, and raises SystemExit, which ends the command that it runs."""
+    _ended.append(128 + number)
+    end_workers()
+    raise SystemExit(_ended[0])
+
+
+def end_workers() -> None:
+    """Send SIGTERM to all workers of this process; otherwise they would go on training, and begin the next runs."""
+    for process in active_children():
+        process.terminate()

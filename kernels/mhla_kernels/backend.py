@@ -24,15 +24,7 @@ INSTALLED = find_spec("triton") is not None
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether the Triton kernels run in Triton's interpreter on the CPU, as in tests."""
 
-
-def _automatic() -> str:
-    choice = os.environ.get("MHLA_BACKEND", "auto")
-    if choice not in ("auto", "torch"):
-        raise ValueError(f"MHLA_BACKEND={choice!r} is not 'auto' or 'torch'")
-    return choice
-
-
-AUTOMATIC = _automatic()
+AUTOMATIC = os.environ.get("MHLA_BACKEND") or "auto"
 """Value of the environment variable ``MHLA_BACKEND``. With ``"torch"``, ``backend="auto"`` never uses the Triton kernels."""
 
 WIDEST = 256
@@ -72,8 +64,11 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
         form: requested algorithm, such as ``"chunked"`` or ``"auto"``. ``"reference"`` runs in PyTorch only.
 
     Raises:
-        ValueError: if ``backend`` is ``"triton"`` and the kernels cannot run the call; the message states the reason.
+        ValueError: if ``backend`` is ``"triton"`` and the kernels cannot run the call; the message states the reason. Also if
+            ``backend`` is ``"auto"`` and the environment variable has an unknown value.
     """
+    if backend == "auto" and AUTOMATIC not in ("auto", "torch"):
+        raise ValueError(f"the environment variable MHLA_BACKEND={AUTOMATIC!r} is not 'auto' or 'torch'")
     if backend == "torch" or (backend == "auto" and (AUTOMATIC == "torch" or not is_native(q))):
         return "torch"
     obstacle = _obstacle(q, k, v, form)

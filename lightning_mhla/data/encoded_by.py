@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,22 +52,23 @@ def recorded_encoder(manifest: Path) -> Encoder | None:
     return None
 
 
-def compare_model(manifests: Iterable[Path], option: str, path: str) -> None:
-    """Log a warning if a model is not the one that encoded the samples of shards.
+def compare_models(manifests: Iterable[Path], models: Mapping[str, str]) -> None:
+    """Log a warning for each model that is not the one that encoded the samples of shards.
 
     Args:
         manifests: paths of the manifests beside the shards. A manifest without a record of a model is ignored.
-        option: option that names the model, such as ``model.vae``, for the message.
-        path: value of the option: folder of a model or of a pipeline that contains it, or name of either on the hub.
+        models: folder of a model or of a pipeline that contains it, or name of either on the hub, by the option that names the
+            model, such as ``model.vae``.
     """
     encoders: dict[Encoder, Path] = {}
     for manifest in manifests:
         if (encoder := recorded_encoder(manifest)) is not None:
             encoders.setdefault(encoder, manifest)
-    for encoder, manifest in encoders.items():
+    digest_of = cache(model_digest)  # options and records often name the same files
+    for (encoder, manifest), (option, path) in product(encoders.items(), models.items()):
         name = shown(encoder.path[:LONGEST_NAME])
         try:
-            same = is_same_model(path, encoder)
+            same = is_same_model(path, encoder, digest_of)
         except (OSError, RuntimeError, ValueError) as error:  # unreadable files, links in a circle, names with zeros
             log.warning("%s=%s is not compared with %s, which encoded the data: %s", option, path, name, reason(error))
             continue
@@ -76,7 +79,7 @@ def compare_model(manifests: Iterable[Path], option: str, path: str) -> None:
             )  # fmt: skip
 
 
-def is_same_model(path: str, encoder: Encoder) -> bool:
+def is_same_model(path: str, encoder: Encoder, digest_of: Callable[[str, tuple[str, ...]], str | None]) -> bool:
     """Return whether a model is the one that encoded samples. Its pipeline and its folder there count as the same.
 
     If the model is a folder and the record has a digest, the contents of the files decide, else the names.
@@ -84,10 +87,12 @@ def is_same_model(path: str, encoder: Encoder) -> bool:
     Args:
         path: folder of the model or of a pipeline that contains it, or name of either on the hub.
         encoder: record of the model that encoded the samples.
+        digest_of: function that computes :func:`model_digest`.
     """
     folder = Path(path)
-    places = [folder, folder / encoder.parts[0], *([folder.parent] if folder.name in encoder.parts else [])]
+    parents = [folder.parent] if folder.name in encoder.parts else []
+    places = [*parents, folder, folder / encoder.parts[0]]
     if encoder.digest is not None and folder.is_dir():
         log.info("the files in %s are compared with those of the model that encoded the data", folder)
-        return any(model_digest(str(place), encoder.parts) == encoder.digest for place in places)
+        return any(digest_of(str(place.resolve()), encoder.parts) == encoder.digest for place in places)
     return path == encoder.path or any(place.resolve() == Path(encoder.path).resolve() for place in places)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_mhla.data.ahead import FetchAhead
 from lightning_mhla.data.cache import ShardCache
-from lightning_mhla.data.encoded_by import compare_model, recorded_encoder
+from lightning_mhla.data.encoded_by import compare_models, recorded_encoder
 from lightning_mhla.data.loader import Progress, ResumableLoader
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.data.shards import ShardReader, beside_shard, find_shards, holds_shards
@@ -43,7 +43,7 @@ class ShardSets:
         self.locations = {"train": _location(train), "validate": _location(val), "test": _location(val)}
         self.cache = Path(options.cache_dir) if options.cache_dir else None
         folder = (self.cache or default_cache()) / "streamed"
-        self._encoders: dict[tuple[str, str], Path] = {}
+        self._encoders: dict[str, Path] = {}
         self.streamed = None if options.cache_bytes is None else ShardCache(folder, options.cache_bytes)
 
     def prepare(self, trainer: Trainer | None) -> None:
@@ -105,29 +105,25 @@ class ShardSets:
         """
         for manifest in self.manifests(stage):
             encoder = recorded_encoder(manifest)
-            if encoder is None:
+            if encoder is None or encoder.digest is None or encoder.digest in self._encoders:
                 continue
-            identity = ("path", encoder.path) if encoder.digest is None else ("digest", encoder.digest)
-            if identity in self._encoders:
-                continue
-            self._encoders[identity] = manifest
-            # a path is not compared with a digest
-            first = next(path for (kind, _), path in self._encoders.items() if kind == identity[0])
+            self._encoders[encoder.digest] = manifest
+            first = next(iter(self._encoders.values()))
             if first != manifest:
                 log.warning(
-                    "%s and %s name different models: unless their weights are equal, the latents have different "
+                    "%s and %s name models with different files: unless their weights are equal, the latents have different "
                     "meanings; prepare all shards with one model", first, manifest,
                 )  # fmt: skip
 
-    def compare_model(self, option: str, path: str) -> None:
-        """Log a warning if a different model encoded the training samples than the one with which a module decodes them.
+    def compare_models(self, models: Mapping[str, str]) -> None:
+        """Log a warning if different models encoded the training samples than those with which a module decodes them.
 
         Args:
-            option: option of the module that names the model, such as ``model.vae``.
-            path: value of the option: folder of a model or of a pipeline that contains it, or name of either on the hub.
+            models: folder of a model or of a pipeline that contains it, or name of either on the hub, by the option that names
+                the model, such as ``model.vae``.
         """
         if self.class_folder("train") is None:
-            compare_model(self.manifests("train"), option, path)
+            compare_models(self.manifests("train"), models)
 
     def manifests(self, stage: str) -> list[Path]:
         """Return the paths of the manifests beside the shards of a stage, sorted; they need not exist."""

@@ -66,10 +66,7 @@ class GenerativeModule(TrainingModule):
         """Log a warning if encoded training data come from other models than those that encode and decode samples here."""
         shards = getattr(getattr(self.trainer, "datamodule", None), "shards", None)
         if isinstance(shards, ShardSets) and self.trainer.is_global_zero:
-            models = self.encoding_models()
-            for path in dict.fromkeys(models.values()):  # the files of a pipeline are read once
-                options = [option for option, value in models.items() if value == path]
-                shards.compare_model(" and ".join(options), path)
+            shards.compare_models(self.encoding_models())
 
     def check_samples(self, samples: Tensor) -> None:
         """Check that generated samples are finite. During training, samples that are not give a warning only.

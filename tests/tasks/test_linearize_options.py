@@ -227,17 +227,26 @@ def test_speed_is_measured_at_the_trained_length_in_any_case(monkeypatch: pytest
     text, image = PretrainedSource("llama", "language", 2, "llama"), PretrainedSource("vit", "image", 2, "vit")
 
     def forward(_: PretrainedSource, network: int, length: int) -> None:
+        tried.append(length)
         if length in rejected:
             raise ValueError("no such size")
+        if length > memory:
+            raise RuntimeError("CUDA out of memory")
 
     monkeypatch.setattr(measure, "_forward", forward)
     rejected: set[int] = set()
+    tried: list[int] = []
+    memory = 10_000
     assert list(measure.seconds_by_length(text, networks, 2048, 4096)) == [128, 512, 1024, 2048, 4096]
     rejected = {224}
     assert list(measure.seconds_by_length(image, networks, None, 384))[:2] == [336, 384]
     rejected = {384, 512}
     assert 384 not in measure.seconds_by_length(text, networks, None, 384)
-    rejected = set()
+    rejected, memory = set(), 600
+    tried.clear()
+    assert list(measure.seconds_by_length(text, networks, None, 2048)) == [128, 512]
+    assert sorted(set(tried)) == [128, 512, 1024, 2048], "after a lack of memory, only the trained length is tried"
+    memory = 10_000
     monkeypatch.setattr(measure, "LONG_PASS", -1.0)
     assert list(measure.seconds_by_length(text, networks, None, 1024)) == [128, 1024]
 

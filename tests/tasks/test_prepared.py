@@ -267,7 +267,7 @@ def test_latents_of_two_models_are_named(world: Path, tmp_path: Path, caplog: py
         data = LatentShards(str(tmp_path / "train"), str(tmp_path / "val"), sample_size=8, batch_size=2)
         data.source("train")
         data.source("validate")
-        assert ("name different models" in caplog.text) == changed
+        assert ("name models with different files" in caplog.text) == changed
     for content in ("[]", "version 2", f'{{"{MODEL_FILES}": {{}}}}'):  # a file of a different program
         (tmp_path / "val/train-manifest.json").write_text(content)
         data.shards.compare_encoders("validate")
@@ -284,15 +284,15 @@ def test_latents_of_another_model_than_the_one_that_decodes_are_named(
     resave(next((tmp_path / "changed").glob("*.safetensors")))
     monkeypatch.chdir(world)
     for path in (world / "vae", Path("vae"), tmp_path / "pipeline/vae"):
-        data.shards.compare_model("model.vae", str(path))
+        data.shards.compare_models({"model.vae": str(path)})
     assert "as the model that encoded the data" not in caplog.text
     for path in (tmp_path / "changed", Path("stabilityai/sd-vae-ft-ema"), tmp_path / "shards"):
         caplog.clear()
-        data.shards.compare_model("model.vae", str(path))
+        data.shards.compare_models({"model.vae": str(path)})
         assert f"model.vae is {path}, and {tmp_path}/shards/train-manifest.json names {world}/vae" in caplog.text
     (tmp_path / "shards/train-manifest.json").write_text('{"vae": 3}')  # a file of a different program
     caplog.clear()
-    data.shards.compare_model("model.vae", "stabilityai/sd-vae-ft-ema")
+    data.shards.compare_models({"model.vae": "stabilityai/sd-vae-ft-ema"})
     assert not caplog.text
 
 
@@ -309,17 +309,17 @@ def test_the_model_of_every_folder_of_shards_is_compared_by_its_files(
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     text = json.loads((tmp_path / "two/train-manifest.json").read_text())
     data = LatentShards(both, both[0], sample_size=8, batch_size=2)
-    data.shards.compare_model("model.vae", "vae")
+    data.shards.compare_models({"model.vae": "vae"})
     assert "WARNING" not in caplog.text
     (tmp_path / "two/train-manifest.json").write_text(
         json.dumps({**text, "vae": "hub/\x1b[2Jtwo\n", "model_files": None})
     )
-    data.shards.compare_model("model.vae", "vae")
+    data.shards.compare_models({"model.vae": "vae"})
     assert caplog.text.count("as the model that encoded the data") == 1
     assert r"two/train-manifest.json names hub/\x1b[2Jtwo\n as the model" in caplog.text
     (tmp_path / "two/train-manifest.json").write_text(json.dumps({**text, "vae": "a\0b", "model_files": None}))
     caplog.clear()
-    data.shards.compare_model("model.vae", "vae")
+    data.shards.compare_models({"model.vae": "vae"})
     assert "model.vae=vae is not compared with" in caplog.text
     caplog.clear()
     (tmp_path / "b").mkdir()
@@ -327,7 +327,7 @@ def test_the_model_of_every_folder_of_shards_is_compared_by_its_files(
     shutil.copytree("vae", tmp_path / "b/vae")
     for folder in ("a", "b"):
         monkeypatch.chdir(tmp_path / folder)
-        LatentShards(both[0], both[0], sample_size=8, batch_size=2).shards.compare_model("model.vae", "vae")
+        LatentShards(both[0], both[0], sample_size=8, batch_size=2).shards.compare_models({"model.vae": "vae"})
     assert caplog.text.count(f"{tmp_path}/one/train-manifest.json names vae as the model that encoded the data") == 2
 
 
@@ -339,12 +339,12 @@ def test_encoded_captions_of_another_pipeline_are_named(
     data = ImageLatentShards(str(tmp_path / "shards"), str(tmp_path / "shards"), batch_size=2)
     shutil.copytree(world / "sana", tmp_path / "copy")
     for folder in (world / "sana", tmp_path / "copy"):
-        data.shards.compare_model("model.vae", str(folder))
-        data.shards.compare_model("model.vae", str(folder / "vae"))
-        data.shards.compare_model("model.text.encoder", str(folder))
+        data.shards.compare_models({"model.vae": str(folder)})
+        data.shards.compare_models({"model.vae": str(folder / "vae")})
+        data.shards.compare_models({"model.text.encoder": str(folder)})
     assert "as the model that encoded the data" not in caplog.text
     resave(next((tmp_path / "copy/text_encoder").glob("*.safetensors")))
-    data.shards.compare_model("model.text.encoder", str(tmp_path / "copy"))
+    data.shards.compare_models({"model.text.encoder": str(tmp_path / "copy")})
     assert f"names {world}/sana as the model that encoded the data" in caplog.text
 
 

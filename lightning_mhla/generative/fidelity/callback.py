@@ -96,12 +96,13 @@ class GenerationMetrics(SampleGrid):
         self.features = features if features is not None else InceptionFeatures()
         self.rows: list[dict[str, Any]] = []
         self._reference: ImageSet | None = None
+        self._reference_size: torch.Size | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Discard the metrics and the reference features of an earlier fit with this callback."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self.rows, self._reference = [], None
+            self.rows, self._reference, self._reference_size = [], None, None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that images can be generated and compared with the reference images.
@@ -137,6 +138,7 @@ class GenerationMetrics(SampleGrid):
             scores = score(generated, self._reference)
             if right is not None:
                 scores.values["label_accuracy"] = right
+            scores.marks.extend(_size_marks(self._reference_size, grid.shape[-2:]))
             self._keep(trainer, module, folder, scores, grid)
         trainer.strategy.barrier()
 
@@ -173,7 +175,7 @@ class GenerationMetrics(SampleGrid):
         failed: Exception | None = None
         if trainer.is_global_zero and self._reference is None:
             try:
-                reference = self._read_reference(trainer, module)
+                reference = self._read_reference(trainer, module.device)
                 self._check_width(reference, module)
                 self._reference = reference
             except (ValueError, FileNotFoundError) as error:
@@ -183,18 +185,21 @@ class GenerationMetrics(SampleGrid):
         if failed is not None:
             raise failed
 
-    def _read_reference(self, trainer: Trainer, module: ImageGenerator) -> ImageSet:
+    def _read_reference(self, trainer: Trainer, device: torch.device) -> ImageSet:
         if self.reference not in ("train", "validate"):
-            return read_set(self.reference, self.features, module.device, self.batch_size)
+            return read_set(self.reference, self.features, device, self.batch_size)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(data, HasRealImages):
             raise ValueError(f"reference={self.reference!r} names a part of {type(data).__name__}, which has no images")
         most_broken = ShardOptions.max_skipped if self.reference == "train" else 0  # as training and validation
         batches = _batches(data.real_images(self.reference), self.batch_size, most_broken)
-        sampling, (_, height, width) = self._sampling(module), module.image_shape
-        drawn = getattr(sampling, "height", height), getattr(sampling, "width", width)
-        batches = _comparing_sizes(batches, drawn)
-        return image_set(f"the data's part {self.reference!r}", batches, self.features, module.device)
+        return image_set(f"the data's part {self.reference!r}", self._noting_size(batches), self.features, device)
+
+    def _noting_size(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Yield batches of images, and remember the height and width of their images."""
+        for batch in batches:
+            self._reference_size = batch.shape[-2:]
+            yield batch
 
     def _check_width(self, reference: ImageSet, module: ImageGenerator) -> None:
         """Check that precomputed reference statistics have as many features per image as the feature network computes.
@@ -286,13 +291,11 @@ def _batches(source: SampleSource, batch_size: int, most_broken: int) -> Iterato
             yield to_pixels(torch.stack(images))
 
 
-def _comparing_sizes(batches: Iterator[Tensor], drawn: tuple[int, int]) -> Iterator[Tensor]:
-    """Yield batches of images, and log a warning if their size is not that of generated images, height and width ``drawn``."""
-    for number, batch in enumerate(batches):
-        height, width = batch.shape[-2:]
-        if number == 0 and (height, width) != drawn:
-            log.warning(
-                "the reference has images of %d x %d pixels, and samples have %d x %d: FID and the other metrics include this "
-                "difference; use data of the size that is drawn", height, width, *drawn,
-            )  # fmt: skip
-        yield batch
+def _size_marks(reference: torch.Size | None, drawn: torch.Size) -> list[str]:
+    """Return a remark if the reference images have another height and width than the samples; None for an unknown size."""
+    if reference is None or reference == drawn:
+        return []
+    sizes = [f"{height} x {width}" for height, width in (reference, drawn)]
+    return [
+        f"the reference has images of {sizes[0]} pixels, samples have {sizes[1]}: the metrics include this difference"
+    ]

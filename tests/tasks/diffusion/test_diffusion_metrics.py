@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from lightning_mhla import AttentionConfig
 from lightning_mhla.data import BrokenSampleError
 from lightning_mhla.data.digits import load_digits
-from lightning_mhla.generative.fidelity.callback import _batches
+from lightning_mhla.generative.fidelity.callback import _batches, _size_marks
 from lightning_mhla.generative.fidelity.features import Features, RandomFeatures
 from lightning_mhla.generative.fidelity.scores import (
     ImageSet,
@@ -248,27 +248,17 @@ def test_broken_images_are_left_out_of_the_reference(broken: set[int], caplog: p
         list(_batches(source, 4, len(broken) - 1))
 
 
-@pytest.mark.parametrize(
-    ("shape", "height", "differs"),
-    [((1, 8, 8), None, False), ((1, 8, 12), None, True), ((1, 8, 8), 16, True), ((1, 16, 8), 8, False)],
-)
-def test_a_reference_of_another_size_is_named(
-    shape: tuple[int, int, int], height: int | None, differs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The size is that of the callback's own sampling options, if they have one."""
-
-    class Drawing:
-        device, image_shape = CPU, shape
-        sampling = None if height is None else SimpleNamespace(height=height)
-
+def test_a_reference_of_another_size_is_a_remark() -> None:
     class Data:
         def real_images(self, part: str) -> list[dict[str, Tensor]]:
-            return [{"image": torch.zeros(1, 8, 8)}] * 6
+            return [{"image": torch.zeros(1, 8, 12)}] * 6
 
-    trainer, module = SimpleNamespace(datamodule=Data()), Drawing()
-    reference = GenerationMetrics(features=RandomFeatures(0), batch_size=2)._read_reference(trainer, module)
-    assert reference.count == 6
-    assert caplog.text.count("the reference has images of 8 x 8 pixels, and samples have ") == differs
+    metrics, trainer = GenerationMetrics(features=RandomFeatures(0), batch_size=4), SimpleNamespace(datamodule=Data())
+    assert metrics._read_reference(trainer, CPU).count == 6
+    assert _size_marks(metrics._reference_size, torch.Size([8, 12])) == []
+    (mark,) = _size_marks(metrics._reference_size, torch.Size([12, 8]))
+    assert mark.startswith("the reference has images of 8 x 12 pixels, samples have 12 x 8")
+    assert _size_marks(None, torch.Size([12, 8])) == [], "a file of statistics has no size"
 
 
 @pytest.mark.parametrize(("condition", "names"), [("class", True), ("prompt", False)])

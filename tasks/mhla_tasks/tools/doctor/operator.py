@@ -11,9 +11,9 @@ from typing import Any, get_args
 
 import torch
 from mhla_kernels import ExponentialMixing, mhla_attention
-from mhla_kernels.backend import ChosenForm
+from mhla_kernels.backend import AUTOMATIC, ChosenForm
 from mhla_kernels.mixing import MixingLike
-from mhla_kernels.verdicts import judge
+from mhla_kernels.verdicts import cache_folder, judge
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -51,7 +51,7 @@ def forms() -> Iterator[Finding]:
         A finding for each combination of implementation, dtype and causality. On a GPU, the findings of :func:`kernels` follow.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    backends = ("torch", "triton") if device.type == "cuda" else ("torch",)
+    backends = ("torch", "triton") if device.type == "cuda" and AUTOMATIC != "torch" else ("torch",)
     for backend, form, dtype, causal in product(backends, get_args(ChosenForm), BOUNDS, (False, True)):
         errors, wrong = [0.0, 0.0], []
         for widths in WIDTHS:
@@ -78,7 +78,10 @@ def forms() -> Iterator[Finding]:
         )
         advice = ""
         if wrong and backend == "triton":
-            advice = "backend='auto' uses the PyTorch form; please report this with the complete output of this command"
+            advice = (
+                f"delete {cache_folder() / 'verdicts'}, so that backend='auto' tries each kernel again before it uses it, or "
+                "set MHLA_BACKEND=torch; please report this with the complete output of this command"
+            )
         elif wrong:
             advice = "this torch computes wrong here: try another version of it"
         status: Status = "ok" if not wrong else "wrong" if backend == "torch" else "note"
@@ -96,6 +99,11 @@ def kernels(device: torch.device) -> Iterator[Finding]:
     Yields:
         A finding for each combination of shape and algorithm.
     """
+    if AUTOMATIC == "torch":
+        yield Finding(
+            "operator", "kernels of models", "note", "MHLA_BACKEND=torch turns them off", "unset it to try them"
+        )
+        return
     from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 
     for name, (_, _, tokens, block, key, value, causal) in SHAPES["cuda"].items():

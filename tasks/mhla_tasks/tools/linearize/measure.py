@@ -281,6 +281,7 @@ def seconds_by_length(
             passes = _time_passes(source, networks, length)
         except (ValueError, RuntimeError) as error:  # a size that the model does not support
             log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
+            slow = slow or "memory" in str(error)  # longer samples need more of it
             continue
         # The first pass allocates memory; it counts only if it is the only one.
         results[length] = {name: statistics.median(times[1:] or times) for name, times in passes.items()}
