@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -15,7 +14,7 @@ from mhla_tasks.language.causal import CausalLanguageModel
 from mhla_tasks.language.export import load_checkpoint
 from torch import Tensor
 
-from benchmarks.paper.language import losses_by_position
+from benchmarks.paper.language import KINDS, losses_by_position
 from benchmarks.paper.study import (
     Row,
     Study,
@@ -31,13 +30,6 @@ from benchmarks.paper.windows import CONTEXT, LONG_TEXTS
 from lightning_mhla.attention.positions import SequenceRotary
 from lightning_mhla.system.figures import plain_numbers
 
-KINDS: dict[str, dict[str, Any]] = {
-    "softmax": {"kind": "softmax"},
-    "linear": {"kind": "linear"},
-    "mhla, exponential": {"kind": "mhla", "mixing": "exponential", "mixing_per_head": False},
-    "gated_deltanet": {"kind": "gated_deltanet"},
-    "mamba2": {"kind": "mamba2"},
-}
 RATES = {
     "softmax": (3e-3, 6e-3, 1.2e-2),
     "linear": (1.5e-3, 3e-3, 6e-3),
@@ -45,9 +37,7 @@ RATES = {
     "gated_deltanet": (3e-3, 6e-3, 1.2e-2),
     "mamba2": (3e-3, 6e-3, 1.2e-2),
 }
-"""Learning rates that were tried, by kind: 3e-3 and 6e-3, then the next one beside the better one, until it was worse."""
-BEST = {"softmax": 6e-3, "linear": 3e-3, "mhla, exponential": 3e-3, "gated_deltanet": 6e-3, "mamba2": 6e-3}
-"""Learning rate of each kind with the fewest bits per byte in the search."""
+"""Learning rates that were tried, by kind: 3e-3 and 6e-3, then the one beyond the better of them. The middle one is best."""
 EDGES = (0, CONTEXT, 2 * CONTEXT, 4 * CONTEXT, 8 * CONTEXT)
 """Positions between which perplexities are averaged. The last one is the length of the windows of text."""
 SCALED = "rotary scaled"
@@ -153,7 +143,7 @@ def draw(rows: list[Row], path: Path) -> None:
     left, right = figure.subplots(1, 2)
     for name, runs in named_curves(rows).items():
         kind, scaled = name.removesuffix(f", {SCALED}"), name.endswith(SCALED)
-        number = list(KINDS).index(kind)
+        number = list(RATES).index(kind)
         means = [sum(point) / len(runs) for point in zip(*(row["curve"] for row in runs), strict=True)]
         positions = [(index + 0.5) * EDGES[-1] / len(means) for index in range(len(means))]
         left.plot(positions, means, label=name, color=f"C{number}", linewidth=1.3, linestyle="--" if scaled else "-")
@@ -212,9 +202,9 @@ STUDIES = (
         "Language: learning rates for contexts of 2,048 tokens",
         "configs/language/stdlib.yaml",
         {
-            f"{kind}, {rate}": [*attention(**options), *rate_options(rate)]
-            for kind, options in KINDS.items()
-            for rate in RATES[kind]
+            f"{kind}, {rate}": [*attention(**KINDS[kind]), *rate_options(rate)]
+            for kind, rates in RATES.items()
+            for rate in rates
         },
         measure_rate,
         section_rates,
@@ -229,7 +219,7 @@ STUDIES = (
         "stdlib-2048",
         "Language: contexts of 2,048 tokens, scored up to 16,384",
         "configs/language/stdlib.yaml",
-        {kind: [*attention(**options), *rate_options(BEST[kind])] for kind, options in KINDS.items()},
+        {kind: [*attention(**KINDS[kind]), *rate_options(best)] for kind, (_, best, _) in RATES.items()},
         measure,
         section,
         OPTIONS,

@@ -65,37 +65,23 @@ def run_jobs(
             for job in jobs:
                 run_job(job, runs, results, options)
                 after_each()
-        else:
-            _run_in_pool(jobs, at_once, runs, results, options, after_each)
+            return
+        # Spawned processes read this variable when they import torch.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        pool = ProcessPoolExecutor(at_once, get_context("spawn"), signal.signal, (signal.SIGTERM, end_jobs))
+        try:
+            for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
+                rows = [pool.submit(run_job, job, runs, results, options) for job in part]
+                for row in as_completed(rows):
+                    row.result()
+                    after_each()
+        except KeyboardInterrupt:
+            end_workers()
+            raise
+        finally:
+            pool.shutdown(cancel_futures=True)
     finally:
         signal.signal(signal.SIGTERM, previous)
-
-
-def _run_in_pool(
-    jobs: Sequence[Job],
-    at_once: int,
-    runs: Path,
-    results: Path,
-    options: Sequence[str],
-    after_each: Callable[[], object],
-) -> None:
-    """Train and measure the runs of all jobs in several processes, see :func:`run_jobs`."""
-    # Spawned processes read this variable when they import torch.
-    os.environ["OMP_NUM_THREADS"] = "1"
-    pool = ProcessPoolExecutor(
-        at_once, mp_context=get_context("spawn"), initializer=signal.signal, initargs=(signal.SIGTERM, end_jobs)
-    )
-    try:
-        for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
-            rows = [pool.submit(run_job, job, runs, results, options) for job in part]
-            for row in as_completed(rows):
-                row.result()
-                after_each()
-    except KeyboardInterrupt:
-        end_workers()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def run_job(job: Job, runs: Path, results: Path, options: Sequence[str]) -> None:

@@ -76,26 +76,6 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
     return descriptor
 
 
-def read_own(path: Path, most: int) -> bytes:
-    """Read a file in a cache without following links, and return its bytes.
-
-    Args:
-        path: path of the file.
-        most: largest allowed size in bytes.
-
-    Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. Trusted users are the
-            one who runs this process, root, and the owner that the file system shows for new files.
-        ValueError: if the file is larger than ``most``.
-    """
-    with open(open_own(path), "rb") as stream:
-        # One byte more than allowed shows that the file is too large, however large it is.
-        content = stream.read(most + 1)
-    if len(content) > most:
-        raise ValueError(f"{path} has more than {most} bytes")
-    return content
-
-
 def check_own(path: Path, status: os.stat_result | None = None, is_kind: Callable[[int], bool] = stat.S_ISREG) -> None:
     """Check that a cache entry has the expected type, is not a link, and belongs to a trusted user.
 

@@ -13,7 +13,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
-from mhla_kernels.own_files import ForeignFileError, open_own, own_folder, read_own
+from mhla_kernels.own_files import ForeignFileError, open_own, own_folder
 
 from lightning_mhla.data.cache import ShardCache
 from lightning_mhla.data.remote import kept_at
@@ -202,7 +202,8 @@ def test_a_file_system_that_shows_one_owner_for_all_files_is_no_other_user(
     (tmp_path / "file").write_text("x")
     os.chown(tmp_path / "file", STRANGER, STRANGER)
     monkeypatch.setattr("mhla_kernels.own_files._owner_of_new_files", lambda folder: STRANGER)
-    assert read_own(tmp_path / "file", 10) == b"x"
+    with open(open_own(tmp_path / "file"), "rb") as stream:
+        assert stream.read() == b"x"
 
 
 def test_an_unfinished_file_that_is_there_already_is_not_written_to(

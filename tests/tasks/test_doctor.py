@@ -79,6 +79,16 @@ def test_an_operator_that_computes_wrong(
     assert all(0 < float(error) < 0.1 for line in sound for error in re.findall(r"[\d.]+e[+-]\d+", line)), sound
 
 
+def test_kernels_that_are_turned_off_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a kernel that crashes its process would end the doctor, too."""
+    monkeypatch.setattr(operator, "AUTOMATIC", "torch")
+    (finding,) = operator.kernels(torch.device("cuda"))
+    assert finding.found == "MHLA_BACKEND=torch turns them off"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(operator, "_problem", lambda *_: 1 / 0)  # without a GPU, nothing can be computed there
+    assert not [finding.name for finding in operator.forms() if finding.name.startswith("triton")]
+
+
 def test_what_training_needs_and_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

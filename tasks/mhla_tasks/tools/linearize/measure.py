@@ -258,8 +258,8 @@ def seconds_by_length(
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
     Lengths that a model does not support are left out, and so are those above ``longest``, and those after the first length at
-    which the forward passes of all models take more than :data:`LONG_PASS` seconds in total. The length of the training samples
-    is measured in any case, if the models support it.
+    which memory runs out or the forward passes of all models take more than :data:`LONG_PASS` seconds in total. The length of
+    the training samples is measured in any case, if the models support it.
 
     Args:
         source: pretrained model, which determines the lengths and the kind of input.
@@ -279,7 +279,7 @@ def seconds_by_length(
             continue
         try:
             passes = _time_passes(source, networks, length)
-        except (ValueError, RuntimeError) as error:  # a size that the model does not support
+        except (ValueError, RuntimeError) as error:  # no such size, or too little memory
             log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
             slow = slow or "memory" in str(error)  # longer samples need more of it
             continue
