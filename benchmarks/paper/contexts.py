@@ -224,9 +224,10 @@ STUDIES = (
         section,
         OPTIONS,
         setting=(
-            "The models above with three seeds, scored on held-out files and on windows of 16,384 tokens of these files. The "
-            "state is that after 16,384 tokens. *Rotary scaled* is the same model with rotary frequencies that are lowered for "
-            "an eight times longer text, without training (NTK-aware interpolation, section 3.1 of arXiv 2309.00071)."
+            "The models above with three seeds, scored on held-out files and on windows of 16,384 tokens of these files. "
+            "The last four columns are perplexity by position. The state is that after 16,384 tokens. *Rotary scaled* is "
+            "the same model with rotary frequencies that are lowered for an eight times longer text, without training "
+            "(NTK-aware interpolation, section 3.1 of arXiv 2309.00071)."
         ),
         reading=(
             "**Predicted before the runs.** Within 2,048 tokens softmax is best, Gated DeltaNet and Mamba-2 follow within 0.05 "
