@@ -16,6 +16,7 @@ BENCHMARKS = {
     "loss_identity": "First losses of every shipped CPU configuration, compared to the last bit.",
     "models": "Diffusion transformers: time and memory of a training step, by kind of attention and size of image.",
     "native": "Checks of the operator on this device: real tiles, streams, graphs, large tensors.",
+    "photo_pieces": "Gray pieces of 27 photographs, a folder for each photograph, to compare kinds of attention with.",
     "real_encoders": "A linearized encoder of texts or images against its original: agreement and time by length.",
     "real_language": "A pretrained language model with its attention replaced: window, sinks and MHLA at equal training.",
     "real_photos": "Squares of photographs that desktops ship, to linearize image encoders with.",

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -22,10 +23,11 @@ from fork_server import ForkServer
 from mhla_tasks.language import LanguageModel
 from mhla_tasks.video.clips import to_frames
 from mhla_tasks.video.digits import MovingDigitSamples
+from PIL import Image
 
-from benchmarks import recurrences
+from benchmarks import photo_pieces, recurrences
 from benchmarks.paper import __main__ as paper
-from benchmarks.paper import contexts, full_runs, mnist, runs, scenes, video
+from benchmarks.paper import contexts, full_runs, mnist, photographs, runs, scenes, video
 from benchmarks.paper.jobs import Job, in_two_parts
 from benchmarks.paper.page import write_page
 from benchmarks.paper.runs import newest_checkpoint
@@ -45,6 +47,7 @@ DRAW = f"{KEEP[:-1]}, {GENERATION % 'generation'}, {GENERATION % 'guided'}]"
 QUESTIONS = "{tokens: 16, pairs: 2, samples: 20}"
 SMALL: dict[str, tuple[list[str], list[str]]] = {
     "mnist": (["mhla"], [KEEP, "--model.init_args.shape.depth=1"]),
+    "photographs": (["softmax"], ["--trainer.max_epochs=8", "--trainer.max_steps=-1", "--trainer.limit_train_batches=1"]),
     "mqar": (["gla, 32", "mhla, 16"], [KEEP, "--data.init_args.batch_size=8", f"--data.init_args.train=[{QUESTIONS}]", f"--data.init_args.val=[{QUESTIONS}]"]),
     "needle": (["softmax"], [KEEP, "--data.init_args.tokens=32", "--data.init_args.val_samples=4", "--data.init_args.lengths=[1,2]"]),
     "stdlib": (["gla"], [KEEP, "--model.init_args.shape.dim=32", "--model.init_args.shape.depth=1", "--model.init_args.context=64",
@@ -83,6 +86,48 @@ def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *words: str) -> None:
     paper.main()
 
 
+def use_small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Cut pieces of noise in place of photographs, and let the study read them."""
+    generator = np.random.default_rng(0)
+    (tmp_path / "tree").mkdir()
+    for name in (name for names in photo_pieces.PHOTOGRAPHS.values() for name in names):
+        noise = generator.integers(256, size=(16, 24, 3), dtype=np.uint8)
+        Image.fromarray(noise).save(tmp_path / f"tree/{name}.jpg")
+    monkeypatch.setattr(photo_pieces, "EACH", {"train": 3, "val": 2})
+    monkeypatch.setattr(sys, "argv", ["", f"--out={tmp_path / 'pieces'}", f"--tree={tmp_path / 'tree'}"])
+    photo_pieces.main()
+    assert len(list((tmp_path / "pieces").glob("train/*/*.png"))) == 27 * 3
+    assert len(list((tmp_path / "pieces").glob("val/*/*.png"))) == 27 * 2
+    options = tuple(option.replace("=pieces/", f"={tmp_path}/pieces/") for option in photographs.OPTIONS)
+    monkeypatch.setitem(paper.STUDIES, "photographs", replace(paper.STUDIES["photographs"], options=options))
+
+
+def test_no_held_out_pixel_of_a_photograph_is_trained_on() -> None:
+    """Held-out regions have vertical stripes here, and all others horizontal ones."""
+    height, width = 1024, 1500
+    stripes = np.indices((height, width)) // 4 % 2 * 100.0
+    values = stripes[0]
+    for region in photo_pieces.HELD_OUT:
+        row, column = divmod(region, 4)
+        rows, columns = (np.array_split(range(side), 4) for side in (height, width))
+        area = np.ix_(rows[row], columns[column])
+        values[area] = stripes[1][area]
+    for stage, axis in (("train", 1), ("val", 0)):
+        cut = photo_pieces.pieces(values, stage)
+        assert len(cut) == photo_pieces.EACH[stage]
+        for piece in cut:
+            assert piece.shape == (64, 64)
+            assert piece.std(axis).max() == 0
+            assert piece.mean() == pytest.approx(127.5, abs=1)
+            assert piece.std() == pytest.approx(50, abs=1)
+    assert photo_pieces.pieces(np.full((height, width), 7.0), "train") == []
+
+
+def test_a_missing_photograph_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="no photograph Aqua"):
+        photo_pieces.find(tmp_path, "Aqua")
+
+
 @pytest.mark.parametrize("study", SMALL)
 def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     study: str, trained: list[list[str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -96,6 +141,8 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     words = ["--only", study, "--variants", *variants, "--seeds", *map(str, seeds), "--", *ONE, *options]
     monkeypatch.setattr("benchmarks.paper.language.LONG", 256)
     monkeypatch.setattr(contexts, "EDGES", (0, 2048, 2560))
+    if study == "photographs":
+        use_small_pieces(monkeypatch, tmp_path)
     call(monkeypatch, tmp_path, *words)
     rows = json.loads((tmp_path / "results" / f"{study}.json").read_text())["rows"]
     assert {(row["variant"], row["seed"]) for row in rows} == {(name, seed) for name in variants for seed in seeds}
@@ -251,6 +298,8 @@ def built(study: Study, variant: str) -> Any:
         place[last] = yaml.safe_load(value)
     package, _, name = content["model"]["class_path"].rpartition(".")
     arguments = {**content["model"]["init_args"], "pretrained": None}
+    if name == "ImageClassifier":
+        arguments.setdefault("num_classes", 2)  # in place of the data, which have a folder for each class
     if name == "LinearizedModel":  # in place of weights, which describe their network
         arguments.setdefault("network", yaml.safe_load(paper.linearize.LLAMA))
     with torch.device("meta"):

@@ -7,7 +7,19 @@ from functools import partial
 from pathlib import Path
 
 import benchmarks.paper as description
-from benchmarks.paper import architectures, contexts, images, language, linearize, mnist, recall, scenes, video, windows
+from benchmarks.paper import (
+    architectures,
+    contexts,
+    images,
+    language,
+    linearize,
+    mnist,
+    photographs,
+    recall,
+    scenes,
+    video,
+    windows,
+)
 from benchmarks.paper.full_runs import write_counts
 from benchmarks.paper.jobs import Job, run_jobs
 from benchmarks.paper.page import write_page
@@ -16,7 +28,19 @@ from benchmarks.paper.study import Study
 
 STUDIES: dict[str, Study] = {
     study.name: study
-    for part in (mnist, images, architectures, scenes, video, language, contexts, recall, linearize, windows)
+    for part in (
+        mnist,
+        photographs,
+        images,
+        architectures,
+        scenes,
+        video,
+        language,
+        contexts,
+        recall,
+        linearize,
+        windows,
+    )
     for study in part.STUDIES
 }
 

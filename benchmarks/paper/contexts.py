@@ -15,6 +15,7 @@ from mhla_tasks.language.export import load_checkpoint
 from torch import Tensor
 
 from benchmarks.paper.language import KINDS, losses_by_position
+from benchmarks.paper.rates import peak_rate, rate_section, rate_variants
 from benchmarks.paper.study import (
     Row,
     Study,
@@ -50,27 +51,13 @@ OPTIONS = (*LONG_TEXTS, "--trainer.max_steps=300", "--trainer.val_check_interval
 
 def rate_options(rate: float) -> list[str]:
     """Return options of ``lightning fit`` for a learning rate that falls to a tenth."""
-    option = "--model.init_args.training.optimizer"
-    return [f"{option}.lr={rate}", f"{option}.min_lr={rate / 10:.3g}"]
+    return [*peak_rate(rate), f"--model.init_args.training.optimizer.min_lr={rate / 10:.3g}"]
 
 
 def measure_rate(checkpoint: Path) -> Row:
     """Measure the held-out bits per byte of a trained language model."""
     metrics = validated(load_checkpoint(checkpoint), PythonSource(**remembered(checkpoint)))
     return {"bits_per_byte": metrics["bits_per_byte"]}
-
-
-def section_rates(rows: list[Row], folder: Path) -> str:
-    """Return the bits per byte by kind and learning rate as a Markdown table.
-
-    Args:
-        rows: results of the runs.
-        folder: folder of the results page.
-    """
-    scores = {name: [row["bits_per_byte"] for row in runs] for name, runs in by_variant(rows).items()}
-    columns = sorted({rate for rates in RATES.values() for rate in rates})
-    lines = [[f"`{kind}`", *(spread(scores.get(f"{kind}, {rate}", []), 3) for rate in columns)] for kind in RATES]
-    return f"{markdown(['attention', *(f'{rate:g}' for rate in columns)], lines)}\n\n{conditions(rows)}"
 
 
 def scale_rotary(model: CausalLanguageModel, factor: float) -> bool:
@@ -201,13 +188,9 @@ STUDIES = (
         "stdlib-2048-rates",
         "Language: learning rates for contexts of 2,048 tokens",
         "configs/language/stdlib.yaml",
-        {
-            f"{kind}, {rate}": [*attention(**KINDS[kind]), *rate_options(rate)]
-            for kind, rates in RATES.items()
-            for rate in rates
-        },
+        rate_variants({kind: attention(**KINDS[kind]) for kind in RATES}, RATES, rate_options),
         measure_rate,
-        section_rates,
+        rate_section("bits_per_byte", 3, 1, RATES),
         OPTIONS,
         setting=(
             "The models of the section above train for 300 steps of 2 x 2,048 tokens. The table shows held-out bits per "

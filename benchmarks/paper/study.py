@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -159,11 +160,13 @@ class Study:
 
     def _command(self) -> str:
         name, options = next(iter(self.variants.items()))
-        arguments = "".join(f" {word}" for word in [*self.options, *options]).replace("{pretrained}", "CHECKPOINT")
+        words = [
+            word.replace("{pretrained}", "CHECKPOINT") for word in ["--config", self.config, *self.options, *options]
+        ]
         origin = "" if self.needs is None else f"; CHECKPOINT is a checkpoint of `{self.needs[0].name}`"
         return (
             f"`lightning paper --only {self.name}` trains and scores these rows. One row (here {name}) is `lightning fit "
-            f"--config {self.config}{arguments}` with `--seed_everything`{origin}."
+            f"{shlex.join(words)}` with `--seed_everything`{origin}."
         )
 
 
