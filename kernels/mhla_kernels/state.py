@@ -413,10 +413,14 @@ def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> d
     """Return the tensors of a generation state before the first token, by name.
 
     Args:
-        q: queries, ``[B, N, H, K]``.
-        v: values, ``[..., V]``.
+        q: queries, ``[B, N, H, K]``, of which only shape and device are used.
+        v: values, ``[..., V]``, of which only the width is used.
         mixing: mixing coefficients between blocks.
         dtype: dtype of the tensors.
+
+    Returns:
+        Zeros by the name of the state's field, with W = K (V + 1) entries of a summary: ``finished`` ``[B, H, running sums,
+        W]``, ``open`` and ``mixture`` ``[B, H, W]``.
     """
     batch, _, heads, width = q.shape
     # The shape is [B, H, W].

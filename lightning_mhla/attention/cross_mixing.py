@@ -128,9 +128,9 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
     """Exponential mixing coefficients of cross-attention, which are sums of exponentials of the distance between blocks.
 
     Block i of the queries is at position ``(i + 1/2) s - 1/2`` along an axis, in blocks of the context. For grids, s is the
-    number of context blocks divided by the number of query blocks, so that both grids have the same ends. For sequences, whose
-    length may change between calls, s has this value for the layouts that the layer was built with. The coefficients take
-    any number of blocks, and their matrix is computed in each call.
+    number of context blocks divided by the number of query blocks, so that both grids have the same ends. For sequences, s is
+    this ratio for the layouts that the layer was built with, and stays the same if the lengths change between calls. The
+    coefficients take any number of blocks, and their matrix is computed in each call.
 
     Args:
         layout: token grid of the queries and its partition into blocks, without prefix tokens.

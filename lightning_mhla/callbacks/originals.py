@@ -51,13 +51,14 @@ def original_scores(folder: Path) -> dict[str, float]:
 
 
 def pretrained_weights(folder: Path) -> str | None:
-    """Return the path or name of the pretrained weights that ``config.yaml`` in a run's folder names, without secrets.
+    """Return the path or name of the pretrained weights that ``config.yaml`` in a run's folder names.
 
     Args:
         folder: folder of the run.
 
     Returns:
-        The path or name; None if there is no readable ``config.yaml``, or if it names no weights.
+        The path or name, without access tokens and passwords in a URL; None if there is no readable ``config.yaml``, or if it
+        names no weights.
     """
     model = _options(folder).get("model")
     options = model.get("init_args") if isinstance(model, Mapping) else None

@@ -57,8 +57,8 @@ def compare_models(manifests: Iterable[Path], models: Mapping[str, str]) -> None
 
     Args:
         manifests: paths of the manifests beside the shards. A manifest without a record of a model is ignored.
-        models: folder of a model or of a pipeline that contains it, or name of either on the hub, by the option that names the
-            model, such as ``model.vae``.
+        models: models to compare with, by the option that names each, such as ``model.vae``: a folder or a name on the hub, of
+            the model or of a pipeline that contains it.
     """
     encoders: dict[Encoder, Path] = {}
     for manifest in manifests:

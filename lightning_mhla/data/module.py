@@ -116,11 +116,11 @@ class ShardSets:
                 )  # fmt: skip
 
     def compare_models(self, models: Mapping[str, str]) -> None:
-        """Log a warning if different models encoded the training samples than those with which a module decodes them.
+        """Log a warning if the training samples were encoded by other models than the ones that a module decodes them with.
 
         Args:
-            models: folder of a model or of a pipeline that contains it, or name of either on the hub, by the option that names
-                the model, such as ``model.vae``.
+            models: models of the module, by the option that names each, such as ``model.vae``: a folder or a name on the hub,
+                of the model or of a pipeline that contains it.
         """
         if self.class_folder("train") is None:
             compare_models(self.manifests("train"), models)

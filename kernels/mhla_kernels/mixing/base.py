@@ -173,7 +173,10 @@ class Mixing(ABC):
 
     @property
     def cross_blocks(self) -> tuple[int, int] | None:
-        """Numbers of query blocks and of key blocks that the coefficients cover in cross-attention; None for any numbers."""
+        """Numbers of query blocks and of key blocks that the coefficients cover in cross-attention.
+
+        None if the coefficients apply to any numbers of blocks.
+        """
         return None if self.blocks is None else (self.blocks, self.blocks)
 
     def check_cross(self, heads: int) -> None:

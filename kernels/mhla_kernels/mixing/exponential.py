@@ -212,17 +212,17 @@ class ExponentialMixing(Mixing):
 
     @override
     def append(self, finished: Tensor, rows: Rows, first: int, summary: Tensor, in_place: bool) -> Tensor:
-        """Decay running sums over the number of new blocks, and add the summaries of these blocks to them.
+        """Decay the running sums once for each new block, and add the summaries of these blocks to them.
 
         Args:
-            finished: running sums of the finished blocks, ``[B, H, R, W]``.
-            rows: rows of the batch that ``summary`` belongs to: a slice of all rows, or a tensor of row indices.
+            finished: R running sums of the finished blocks, each with the W entries of a summary, ``[B, H, R, W]``.
+            rows: rows of the batch that ``summary`` belongs to: ``slice(None)`` for all, or a tensor of row indices.
             first: ignored.
             summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
             in_place: ignored.
 
         Returns:
-            New running sums, always a copy.
+            New running sums ``[B, H, R, W]``, always a copy. Other rows of the batch are unchanged.
         """
         count = summary.shape[2]
         decay = self.decay.reshape(1, -1, self.terms, 1)

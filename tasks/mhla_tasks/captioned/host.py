@@ -78,8 +78,8 @@ def build_transformer(
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide, as for
-            :func:`lightning_mhla.swap_attention`; None to replace the attention of all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length, as for :func:`lightning_mhla.swap_attention`; None to replace the attention of all layers.
         cross_attention: options of the new cross-attention of all layers; None to keep the original.
 
     Returns:

@@ -43,9 +43,9 @@ class CaptionedDiffusion(GenerativeModule):
     Args:
         attention: options of the attention that replaces the transformer's self-attention.
         transformer: options of the transformer, such as its width and its number of layers.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. "keep"
-            leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the attention of all
-            layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. "keep" leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the
+            attention of all layers.
         cross_attention: options of the attention that replaces the transformer's cross-attention to the caption in all layers,
             such as {block_grid: [4, 4], key_block_size: 8}; null keeps the original. Its kind is mhla, linear or softmax.
         flow: options of flow matching: distribution and shift of the training timesteps, and caption dropout.

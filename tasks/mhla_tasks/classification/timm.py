@@ -45,9 +45,9 @@ class TimmClassifier(Classifier):
         model_args: further options of timm.create_model, such as {patch_size: 2, embed_dim: 64, depth: 4, num_heads: 4}; null
             for none.
         attention: options of the attention that replaces the original attention; null to keep the original attention.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. "keep"
-            leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the attention of all
-            layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. "keep" leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the
+            attention of all layers.
         train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the new attention
             layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
             parameters and low-rank adapters of the projections.

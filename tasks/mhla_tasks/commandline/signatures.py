@@ -117,7 +117,7 @@ def accepts_null(kind: type, name: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return the types in a union and the values in a ``Literal``; for any other type hint, the hint itself.
+    """Return a tuple of the types in a union or the values in a ``Literal``; for any other type hint, of the hint alone.
 
     Args:
         hint: type hint of a parameter.

@@ -38,8 +38,8 @@ class DiT(ModelMixin, ConfigMixin):
         channels: number of channels of the sample.
         num_classes: number of classes. Labels are 0 to ``num_classes - 1``; ``num_classes`` marks a sample without a class.
         attention: options of the attention in all layers.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide; None to
-            use ``attention.kind`` in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length; None to use ``attention.kind`` in all layers.
         size: S, B, L or XL, which sets dim, depth and heads; None to use the arguments with these names.
         dim: width of the tokens, if ``size`` is None.
         depth: number of blocks, if ``size`` is None.

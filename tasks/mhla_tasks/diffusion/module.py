@@ -63,8 +63,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sample_size: side of the square samples, or their height and width, in pixels for images or in latent pixels for
             latents.
         channels: number of channels of the samples: 4 for latents of Stable Diffusion's VAE.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. With
-            [mhla, mhla, softmax], every third layer has softmax attention. null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. With [mhla, mhla, softmax], every third layer has softmax attention. null uses attention.kind in all layers.
         size: S, B, L or XL, as in DiT; null to use dim, depth and heads of shape.
         shape: shape of the transformer.
         dig: options of a DiG; null for a DiT. For a DiG, size selects one of DiG's sizes, and shape.mlp_ratio must be left out.

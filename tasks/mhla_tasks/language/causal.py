@@ -218,7 +218,7 @@ class CausalLanguageModel(TrainingModule):
         return self.network(input_ids).logits
 
     def on_train_epoch_start(self) -> None:
-        """Forget the weights of batches whose gradients an interrupted epoch has accumulated."""
+        """Discard the loss weights of batches whose gradients an interrupted epoch accumulated without applying them."""
         self._batch_weights = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

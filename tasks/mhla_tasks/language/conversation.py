@@ -15,9 +15,9 @@ class Conversation:
 
     A turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads only the new
     tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their reasoning. The
-    spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text. The template does not see the
-    messages of a conversation that contains such a spelling, so it cannot omit parts of them. Without a chat template, messages
-    are concatenated.
+    spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text: the template then gets
+    placeholders in place of all messages of the conversation, so that it cannot omit parts of them, such as reasoning. Without
+    a chat template, messages are concatenated.
 
     Args:
         tokenizer: tokenizer of the model.

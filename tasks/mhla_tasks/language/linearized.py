@@ -56,9 +56,9 @@ class LinearizedModel(CausalLanguageModel):
             them. null is only possible with such a checkpoint.
         attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
             original model.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. "keep"
-            leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the attention of all
-            layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. "keep" leaves the attention of a layer unchanged, and "replace" uses attention.kind. null replaces the
+            attention of all layers.
         train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the new attention
             layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
             parameters and LoRA adapters of the projections.

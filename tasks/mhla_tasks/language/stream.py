@@ -230,7 +230,8 @@ class StreamLoader:
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
         num_workers: 0 to read and tokenize in the training process; 1 or more to do so in one separate process.
-        trainer: Trainer whose batch count identifies the last batch used for training; None to start with the first batch.
+        trainer: Trainer whose batch count tells which batch was the last one used for training, because batches are loaded
+            ahead; the loader continues after it. None to start with the first batch.
     """
 
     def __init__(

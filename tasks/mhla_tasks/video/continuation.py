@@ -107,8 +107,8 @@ class VideoContinuation(GenerativeModule):
         frames: number of frames of a training clip.
         start: number of frames at the beginning of a clip that are given instead of predicted. The motion is visible in two
             or more frames.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide. null uses
-            attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. null uses attention.kind in all layers.
         shape: shape of the transformer.
         errors: errors that training adds to the frames that the model sees.
         sampling: length and format of the clips that the predict command and callbacks generate.

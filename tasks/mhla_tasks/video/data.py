@@ -39,10 +39,11 @@ def beginnings(
     channels: int,
     clips: int | None,
 ) -> Beginnings:
-    """Return the data set of the beginnings of videos, each with at least as many frames as the trainer's model copies.
+    """Return a data set with the first frames of each video, which the trainer's model continues.
 
     Args:
-        trainer: trainer of the model; None to require one frame.
+        trainer: trainer of the model. Each video must have the frames that come before the first one that the model predicts;
+            None to require one frame.
         files: video files.
         size: maximum number of frames, and height and width in pixels.
         fps: number of frames to take per second of video; None to take consecutive frames.

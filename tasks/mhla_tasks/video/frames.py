@@ -35,8 +35,8 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         attention: options of the attention. ``block_size`` is the number of patches of a frame, and may be left out.
         channels: number of channels of the frames.
         frames: number of frames of a training clip. Dense mixing coefficients do not support longer clips.
-        layer_kinds: pattern of attention kinds that repeats over all layers, whose number its length must divide; None to
-            use ``attention.kind`` in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length; None to use ``attention.kind`` in all layers.
         levels: number of levels of a pixel.
         patch_size: side of the square patches, in pixels, an even number.
         dim: width of the tokens.
@@ -101,7 +101,13 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return None if limit is None else limit // self.tokens
 
     def to_levels(self, video: Tensor) -> Tensor:
-        """Round clips ``[B, C, F, H, W]`` with values in -1 .. 1 to levels ``[B, F, C, H, W]`` int64.
+        """Quantize the values of clips to the integer levels that the model predicts.
+
+        Args:
+            video: clips ``[B, C, F, H, W]`` with values in -1 .. 1.
+
+        Returns:
+            Nearest level of each value, from 0 to the number of levels minus 1, ``[B, F, C, H, W]`` int64.
 
         Raises:
             ValueError: if the frames have channels or sides that differ from those of the model.

@@ -104,10 +104,10 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> str:
         device: device to run on.
 
     Returns:
-        The errors.
+        Text for a report with the numerical errors of outputs and gradients, all within the allowed ones.
 
     Raises:
-        WrongNumbersError: if an error is larger than allowed for the dtype.
+        WrongNumbersError: if a numerical error is larger than allowed for the dtype.
     """
     counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
     return "; ".join(
