@@ -94,23 +94,44 @@ def pieces(values: npt.NDArray[np.float64], stage: str) -> list[npt.NDArray[np.u
     return [piece.round().clip(0, 255).astype(np.uint8) for piece in scaled]
 
 
-def main() -> None:
-    """Write the pieces of all photographs to a folder, divided into training and held-out data."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
-    parser.add_argument("--tree", type=Path, help="folder with unpacked packages (default: download and unpack them)")
-    options = parser.parse_args()
+def write_pieces(folder: Path, packages: Path | None = None) -> dict[str, int]:
+    """Write the pieces of all photographs to a folder, divided into training and held-out data.
+
+    Args:
+        folder: folder to write to. It appears only when it is complete.
+        packages: folder with unpacked packages; None to download and unpack them.
+
+    Returns:
+        Number of pieces in ``train`` and in ``val``.
+
+    Raises:
+        SystemExit: if a photograph is missing, or ``folder`` exists.
+    """
+    if folder.exists():
+        raise SystemExit(f"error: {folder} exists; choose another folder, or delete it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
     counts = dict.fromkeys(EACH, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        tree = options.tree or Path(folder)
-        if options.tree is None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        tree, target = packages or Path(scratch, "packages"), Path(scratch, "pieces")
+        if packages is None:
+            tree.mkdir()
             unpack(tree, tuple(PHOTOGRAPHS))
         for name in (name for names in PHOTOGRAPHS.values() for name in names):
             values = brightness(find(tree, name))
             for stage in EACH:
-                target = options.out / stage / name
-                target.mkdir(parents=True, exist_ok=True)
+                (target / stage / name).mkdir(parents=True)
                 for number, piece in enumerate(pieces(values, stage)):
-                    Image.fromarray(piece).save(target / f"{number:03d}.png")
+                    Image.fromarray(piece).save(target / stage / name / f"{number:03d}.png")
                     counts[stage] += 1
+        target.rename(folder)
+    return counts
+
+
+def main() -> None:
+    """Write the pieces of all photographs to the folder that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to, which must not exist")
+    parser.add_argument("--tree", type=Path, help="folder with unpacked packages (default: download and unpack them)")
+    options = parser.parse_args()
+    counts = write_pieces(options.out, options.tree)
     print(f"{counts['train']} pieces to train on, {counts['val']} held out")

@@ -7,6 +7,8 @@ blocks are programs of their own, commands run one after the other. Configuratio
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import json
 import os
 import re
@@ -285,6 +287,18 @@ def test_every_key_of_the_migration_page_exists(server: ForkServer, tmp_path: Pa
             assert status == 0, said[-2000:]
             known |= {f"{part}.{key}" for key in re.findall(rf"--{part}\.([\w.]+)", said)}
     assert keys <= known, keys - known
+
+
+@pytest.mark.parametrize(
+    "package", ["classification", "diffusion", "language", "text_to_image", "video", "lightning_mhla.callbacks"]
+)
+def test_every_public_class_of_a_domain_is_on_an_api_page(package: str) -> None:
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
+    listed = {path.rpartition(".")[2] for path in re.findall(r"^::: ([\w.]+)$", pages, flags=re.M)}
+    module = importlib.import_module(package if "." in package else f"mhla_tasks.{package}")
+    classes = {name for name in module.__all__ if inspect.isclass(getattr(module, name))}
+    assert classes
+    assert classes <= listed, classes - listed
 
 
 def test_the_site_builds(tmp_path: Path) -> None:

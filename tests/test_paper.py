@@ -98,8 +98,26 @@ def use_small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     photo_pieces.main()
     assert len(list((tmp_path / "pieces").glob("train/*/*.png"))) == 27 * 3
     assert len(list((tmp_path / "pieces").glob("val/*/*.png"))) == 27 * 2
-    options = tuple(option.replace("=pieces/", f"={tmp_path}/pieces/") for option in photographs.OPTIONS)
-    monkeypatch.setitem(paper.STUDIES, "photographs", replace(paper.STUDIES["photographs"], options=options))
+    with pytest.raises(SystemExit, match="exists"):
+        photo_pieces.main()
+    options = tuple(option.replace(photographs.PIECES, f"{tmp_path}/pieces") for option in photographs.OPTIONS)
+    study = replace(paper.STUDIES["photographs"], options=options, prepare=None)
+    monkeypatch.setitem(paper.STUDIES, "photographs", study)
+
+
+def test_a_study_makes_its_data_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written: list[Path] = []
+
+    def write(folder: Path) -> None:
+        written.append(folder)
+        folder.mkdir(parents=True)
+
+    monkeypatch.setattr(photographs, "ROOT", tmp_path)
+    monkeypatch.setattr(photographs, "write_pieces", write)
+    monkeypatch.setattr(Study, "run", lambda self, *_: None)
+    for study in ("mnist784", "photographs-rates", "photographs"):
+        call(monkeypatch, tmp_path, "--only", study, "--seeds", "0")
+        assert written == [tmp_path / photographs.PIECES] * (study != "mnist784")
 
 
 def test_no_held_out_pixel_of_a_photograph_is_trained_on() -> None:

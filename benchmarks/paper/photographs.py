@@ -8,9 +8,13 @@ from mhla_tasks.classification import ImageClassifier
 
 from benchmarks.paper.mnist import KINDS, LONG_KINDS, accuracy_by_epoch, draw_epochs, epochs_table
 from benchmarks.paper.rates import peak_rate, rate_section, rate_variants
+from benchmarks.paper.runs import ROOT
 from benchmarks.paper.study import Row, Study, attention, conditions
+from benchmarks.photo_pieces import write_pieces
 from lightning_mhla.training.loading import load_module
 
+PIECES = "runs/pieces"
+"""Folder of the data, in the folder of the repository."""
 CONFIG = "configs/classification/folder.yaml"
 EPOCHS = 8
 SHOWN_EPOCHS = (2, 4, 6, EPOCHS)
@@ -25,14 +29,20 @@ OPTIONS = (
     "--model.init_args.shape={patch_size: 4, dim: 64, depth: 4, heads: 4, mlp_ratio: 2.0}",
     "--model.init_args.channels=1",
     *attention(block_grid="[8, 8]"),
-    "--data.init_args.train=pieces/train",
-    "--data.init_args.val=pieces/val",
+    f"--data.init_args.train={PIECES}/train",
+    f"--data.init_args.val={PIECES}/val",
     "--data.init_args.channels=1",
     "--data.init_args.num_workers=0",
     "--data.init_args.augment={auto_augment: null, color_jitter: 0.0, random_erasing: 0.0, min_scale: 0.5}",
     f"--trainer.max_epochs={EPOCHS}",
 )
 """The shipped configuration for folders of images, with the network of the studies of MNIST."""
+
+
+def prepare() -> None:
+    """Make the data of the studies, unless they exist."""
+    if not (ROOT / PIECES).exists():
+        write_pieces(ROOT / PIECES)
 
 
 def measure(checkpoint: Path) -> Row:
@@ -68,14 +78,15 @@ STUDIES = (
         rate_section("accuracy", 1, 100, RATES),
         OPTIONS,
         setting=(
-            "`lightning bench photo_pieces --out pieces` cuts 27 photographs, desktop backgrounds of Debian packages, into "
-            "gray pieces of 64 x 64 pixels with equal mean and contrast: 4,320 for training and 1,080 from held-out regions. "
-            "The models name the photograph that a piece comes from. They have the network of the sections above, 256 tokens "
-            f"of 4 x 4 pixels (N / Dk = 16), blocks of 4 tokens, `lepe`, and train for {EPOCHS} epochs with random crops and "
-            "mirroring. The table shows held-out accuracy in percent by learning rate. The next section uses the best rate of "
-            "each kind."
+            "`lightning bench photo_pieces --out runs/pieces` cuts 27 photographs, desktop backgrounds of Debian packages, "
+            "into gray pieces of 64 x 64 pixels with equal mean and contrast: 4,320 for training and 1,080 from held-out "
+            "regions. The models name the photograph that a piece comes from. They have the network of the sections above, "
+            f"256 tokens of 4 x 4 pixels (N / Dk = 16), blocks of 4 tokens, `lepe`, and train for {EPOCHS} epochs with "
+            "random crops and mirroring. The table shows held-out accuracy in percent by learning rate. The next section "
+            "uses the best rate of each kind."
         ),
         seeds=(0,),
+        prepare=prepare,
     ),
     Study(
         "photographs",
@@ -92,5 +103,6 @@ STUDIES = (
             "each other at 65 to 75%, softmax three to eight points below them, and linear attention three more below softmax. "
             "Guessing gives 4%."
         ),
+        prepare=prepare,
     ),
 )

@@ -48,6 +48,8 @@ class Study:
         after: function that returns a final part of the section as Markdown from results of other programs, and writes
             pictures into the folder of the page; None for no such part.
         beside: whether the section begins with the rows of ``needs``.
+        prepare: function that makes the data of the study unless they exist, called before its first run; None for data that
+            need no preparation.
     """
 
     name: str
@@ -65,6 +67,7 @@ class Study:
     seeds: Sequence[int] | None = None
     after: Callable[[Path], str] | None = None
     beside: bool = False
+    prepare: Callable[[], object] | None = None
 
     def rows(self, results: Path) -> list[Row]:
         """Read the results of all runs of the study, in the order of the variants.

@@ -88,12 +88,12 @@ class AttentionConfig:
         gate_activation: activation of the gate, silu or identity.
         output_norm: whether an RMSNorm is applied to the output of each head; null applies it only if normalize is off.
         options: options of the kind itself, by name. mhla_window has sinks (number of first tokens that every token attends to
-            by softmax, default 0), feature_positions (number of positions that features for far tokens distinguish; later
-            positions count as the last of them, and None stands for all positions, default None), and far_init (added to the
-            initial logarithm of the weight of far tokens, default 0.0); retention, gla, gated_deltanet and mamba2 have
-            direction (both, alternate, forward or backward, default 'both') and backend (auto, torch or triton, default
-            'auto'); gla has decay_rank (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv
-            (width of a convolution over tokens, default 4); mamba2 has groups (number of key and query heads; None stands for
+            by softmax, default 0), feature_positions (number of positions that features for far tokens distinguish, where later
+            positions count as the last of them and None stands for all, default None), and far_init (added to the initial
+            logarithm of the weight of far tokens, default 0.0); retention, gla, gated_deltanet and mamba2 have direction (both,
+            alternate, forward or backward, default 'both') and backend (auto, torch or triton, default 'auto'); gla has
+            decay_rank (default 16) and decay_divisor (default 16.0); gated_deltanet and mamba2 have conv (width of a
+            convolution over tokens, default 4); mamba2 has groups (number of key and query heads, where None stands for
             key_value_heads if that option is smaller than the number of heads, otherwise for 1, default None); gated_conv has
             conv (width of its convolution, default 3). The other built-in kinds have no options of their own.
     """

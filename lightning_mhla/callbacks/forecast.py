@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from lightning_mhla.callbacks.averaging import ExponentialMovingAverage
-from lightning_mhla.callbacks.page import duration
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import duration, rounded
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.steps import steps_of_epochs, steps_of_run
 

@@ -7,7 +7,6 @@ class, curves, pictures and the configuration follow. Everything that comes from
 from __future__ import annotations
 
 import html
-import io
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -19,15 +18,14 @@ from lightning_mhla.callbacks.markup import Curve, document, picture, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import LARGEST, MATCHING, finite_points, panels_of, separate_stages
+from lightning_mhla.callbacks.sample_texts import LONGEST, sample_sections
 from lightning_mhla.callbacks.stored_pictures import newest_pictures, read_picture, step_of
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.numbers import metric_text, plural, rounded
+from lightning_mhla.system.numbers import duration, metric_text, plural, rounded
 from lightning_mhla.system.redaction import redact
 
 PAGE = "report.html"
 """Name of the file with the web page of a run."""
-LONGEST = 20_000
-"""Maximum number of characters of a text file that a page shows. A longer file is cut at its beginning."""
 MAIN = ("accuracy", "bits_per_byte", "perplexity", "cosine", "loss")
 """Names, without prefix, of metrics that a page may show first, in order of preference.
 
@@ -62,7 +60,7 @@ def write_page(
         f'<h1>{html.escape(title)} <span class="badge">{state}</span></h1>',
         f'<div class="top">{_facts(record)}{_score(record, main, points)}{_next(folder, checkpoints, record)}</div>',
         _skipped(record),
-        *_samples(folder),
+        *sample_sections(folder),
         _pictures(folder, "Pictures", drawn=True),
         _classes(folder),
         _curves(record, points, main),
@@ -72,33 +70,6 @@ def write_page(
         f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
     write_whole(folder / PAGE, document(title, "\n".join(part for part in parts if part)))
-
-
-def fenced(text: str, language: str = "") -> str:
-    """Format text as a code block in Markdown, with a fence that does not occur in the text.
-
-    Args:
-        text: content of the code block.
-        language: name of the language for syntax highlighting; empty for none.
-    """
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    return f"{fence}{language}\n{text}\n{fence}"
-
-
-def duration(seconds: float) -> str:
-    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 05 s.
-
-    Args:
-        seconds: duration in seconds.
-    """
-    minutes, leftover = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours} h"
-    return (
-        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {leftover:02d} s" if minutes else f"{leftover} s"
-    )
 
 
 def _facts(record: Mapping[str, Any]) -> str:
@@ -285,78 +256,6 @@ def _figure(path: Path) -> str:
     step, name = step_of(path), re.sub(r"-?step\d+", "", path.stem)
     caption = stored.description or (f"{name}, step {step:,}" if step >= 0 else name)
     return picture(caption, stored.kind, stored.content, stored.width, stored.dark)
-
-
-def _samples(folder: Path) -> list[str]:
-    """Return HTML sections with the texts that the model generated, newest first. Texts of earlier steps are collapsed."""
-    sections = []
-    for path in sorted(folder.glob("samples*.md")):
-        blocks = _sample_blocks(_newest(path.read_text("utf-8", "replace")))
-        if not blocks:
-            continue
-        (title, texts), *older = reversed(blocks)
-        parts = [f"<h2>Samples, {html.escape(title)}</h2>", *_listed(texts)]
-        if older:
-            folded = "".join(f"<h3>{html.escape(name)}</h3>{''.join(_listed(block))}" for name, block in older)
-            summary = plural(len(older), "earlier step")
-            parts.append(f"<details><summary>{summary}</summary>{folded}</details>")
-        sections.append("".join(parts))
-    return sections
-
-
-def _newest(page: str) -> str:
-    """Return the complete sections in the last ``LONGEST`` characters of a page of samples. A short page stays unchanged."""
-    if len(page) <= LONGEST:
-        return page
-    # What is left of a section may begin inside a code block, whose closing fence would be taken for an opening one.
-    page = page[-LONGEST:]
-    heading = re.search(r"^## step \d+$", page, flags=re.M)
-    return page[heading.start() :] if heading else ""
-
-
-def _listed(texts: Sequence[str]) -> list[str]:
-    return [f'<pre class="sample">{html.escape(text)}</pre>' for text in texts]
-
-
-def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:
-    """Split a Markdown page of samples into its sections, each with a title and the texts of its code blocks.
-
-    A resumed run repeats the steps after its checkpoint. The sections that the stopped run wrote at these steps are left out.
-    Sections of the same step that follow each other are those of several callbacks, and become one section.
-    """
-    blocks: list[tuple[str, list[str]]] = []
-    fence, lines = "", io.StringIO()
-    for line in page.splitlines(keepends=True):
-        mark = re.match(r"(`{3,})\w*$", line.rstrip("\n"))
-        # `fenced` makes a fence longer than any in the text, so shorter ones belong to the text.
-        if fence and mark and mark[1] == fence:
-            if blocks:
-                blocks[-1][1].append(lines.getvalue().rstrip("\n"))
-            fence = ""
-        elif fence:
-            lines.write(line)
-        elif mark:
-            fence, lines = mark[1], io.StringIO()
-        elif line.startswith("#"):
-            title = line.lstrip("# ").rstrip()
-            step = _step(title)
-            if blocks and _step(blocks[-1][0]) > step >= 0:  # the run was resumed
-                while blocks and _step(blocks[-1][0]) >= step:
-                    blocks.pop()
-            blocks.append((title, []))
-    merged: list[tuple[str, list[str]]] = []
-    for title, texts in blocks:
-        if merged and merged[-1][0] == title and _step(title) >= 0:
-            merged[-1][1].extend(text for text in texts if text not in merged[-1][1])
-        elif texts:
-            merged.append((title, texts))
-    return merged
-
-
-def _step(title: str) -> int:
-    """Return the optimizer step in the title of a section such as ``step 600``; -1 for any other title."""
-    match = re.fullmatch(r"step (\d{1,18})", title)
-    return int(match[1]) if match else -1
 
 
 def _text(title: str, path: Path) -> list[str]:

@@ -95,3 +95,19 @@ def metric_text(name: str, value: float | None) -> str:
     if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
         return rounded(value)
     return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")
+
+
+def duration(seconds: float) -> str:
+    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 05 s.
+
+    Args:
+        seconds: duration in seconds.
+    """
+    minutes, leftover = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours} h"
+    return (
+        f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {leftover:02d} s" if minutes else f"{leftover} s"
+    )

@@ -33,11 +33,13 @@ from lightning_mhla.callbacks import LearningCurves, PeriodicEvaluation, RunRepo
 from lightning_mhla.callbacks.markup import Curve, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import original_scores
-from lightning_mhla.callbacks.page import LONGEST, duration, fenced, write_page
+from lightning_mhla.callbacks.page import write_page
 from lightning_mhla.callbacks.points import draw_curves, separate_stages
 from lightning_mhla.callbacks.recovery import RunStopped
+from lightning_mhla.callbacks.sample_texts import LONGEST, fenced
 from lightning_mhla.callbacks.stored_pictures import read_picture
 from lightning_mhla.system.figures import make_panels
+from lightning_mhla.system.numbers import duration
 
 
 class Reader(HTMLParser):

@@ -16,8 +16,8 @@ from processes import fork_server
 from test_resume import small_classifier
 
 from lightning_mhla.callbacks import FiniteWatch, Forecast, StallWatch
-from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.periodic import PeriodicEvaluation
+from lightning_mhla.system.numbers import duration
 
 STEP = 2
 

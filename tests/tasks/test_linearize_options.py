@@ -15,11 +15,12 @@ import pytest
 import transformers
 from mhla_tasks.commandline import registry
 from mhla_tasks.language.prepare import write_token_shards
-from mhla_tasks.tools.linearize import measure
+from mhla_tasks.tools.linearize import speed
 from mhla_tasks.tools.linearize.command import only_call_in
-from mhla_tasks.tools.linearize.measure import longest_sample, samples_in_window
+from mhla_tasks.tools.linearize.measure import samples_in_window
 from mhla_tasks.tools.linearize.pipeline import Pipeline
 from mhla_tasks.tools.linearize.source import PretrainedSource, find_domain, sample_length
+from mhla_tasks.tools.linearize.speed import longest_sample
 from mhla_tasks.tools.linearize.stages import Settings
 from mhla_tasks.tools.processes import run_command
 from test_encoders import MiniTexts
@@ -233,22 +234,22 @@ def test_speed_is_measured_at_the_trained_length_in_any_case(monkeypatch: pytest
         if length > memory:
             raise RuntimeError("CUDA out of memory")
 
-    monkeypatch.setattr(measure, "_forward", forward)
+    monkeypatch.setattr(speed, "_forward", forward)
     rejected: set[int] = set()
     tried: list[int] = []
     memory = 10_000
-    assert list(measure.seconds_by_length(text, networks, 2048, 4096)) == [128, 512, 1024, 2048, 4096]
+    assert list(speed.seconds_by_length(text, networks, 2048, 4096)) == [128, 512, 1024, 2048, 4096]
     rejected = {224}
-    assert list(measure.seconds_by_length(image, networks, None, 384))[:2] == [336, 384]
+    assert list(speed.seconds_by_length(image, networks, None, 384))[:2] == [336, 384]
     rejected = {384, 512}
-    assert 384 not in measure.seconds_by_length(text, networks, None, 384)
+    assert 384 not in speed.seconds_by_length(text, networks, None, 384)
     rejected, memory = set(), 600
     tried.clear()
-    assert list(measure.seconds_by_length(text, networks, None, 2048)) == [128, 512]
+    assert list(speed.seconds_by_length(text, networks, None, 2048)) == [128, 512]
     assert sorted(set(tried)) == [128, 512, 1024, 2048], "after a lack of memory, only the trained length is tried"
     memory = 10_000
-    monkeypatch.setattr(measure, "LONG_PASS", -1.0)
-    assert list(measure.seconds_by_length(text, networks, None, 1024)) == [128, 1024]
+    monkeypatch.setattr(speed, "LONG_PASS", -1.0)
+    assert list(speed.seconds_by_length(text, networks, None, 1024)) == [128, 1024]
 
 
 @pytest.mark.parametrize(

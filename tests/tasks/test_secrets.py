@@ -42,7 +42,7 @@ from PIL import Image
 from typing_extensions import override
 
 from lightning_mhla.callbacks.curves import LearningCurves
-from lightning_mhla.callbacks.page import fenced
+from lightning_mhla.callbacks.sample_texts import fenced
 from lightning_mhla.checkpoints.io import WholeCheckpointIO
 from lightning_mhla.data import write_shards
 from lightning_mhla.data.lines import open_bytes

@@ -16,7 +16,7 @@ from lightning import Callback, LightningModule, Trainer
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch.loggers import TensorBoardLogger
 
-from lightning_mhla.callbacks.page import fenced
+from lightning_mhla.callbacks.sample_texts import fenced
 from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.module import process_share
 from lightning_mhla.data.sampling import kept_random_state, seed_step

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from mhla_kernels.version import __version__
 
-from lightning_mhla.callbacks.page import duration, fenced
+from lightning_mhla.callbacks.sample_texts import fenced
 from lightning_mhla.checkpoints.former_names import present_options
 from lightning_mhla.checkpoints.runs import CONFIG, is_run
 from lightning_mhla.swap import KEEP, REPLACE
-from lightning_mhla.system.numbers import metric_text, plural
+from lightning_mhla.system.numbers import duration, metric_text, plural
 from lightning_mhla.system.redaction import published
 from lightning_mhla.system.untrusted import read_yaml
 from lightning_mhla.training.module import TrainingModule

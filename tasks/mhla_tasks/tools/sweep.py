@@ -37,11 +37,10 @@ from rich.live import Live
 from rich.spinner import Spinner
 from rich.text import Text
 
-from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_json, write_whole
-from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.numbers import duration, rounded
 from lightning_mhla.system.redaction import redact
 from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from lightning_mhla.callbacks.page import duration
-from lightning_mhla.system.numbers import rounded, rounded_with_spread
+from lightning_mhla.system.numbers import duration, rounded, rounded_with_spread
 from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, direction
 from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
 

@@ -17,7 +17,7 @@ from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.data.origins import ShardSet
 from lightning_mhla.system.files import write_json, write_whole
 from lightning_mhla.system.numbers import metric_text
-from mhla_tasks.tools.linearize import measure, stages
+from mhla_tasks.tools.linearize import measure, speed, stages
 from mhla_tasks.tools.linearize.report import softmax_layers, window_note, write_report
 from mhla_tasks.tools.linearize.source import open_source
 from mhla_tasks.tools.processes import KILLED, describe_status, run_command
@@ -270,14 +270,14 @@ class Pipeline:
             tokens = measure.held_out_tokens(self._matching(), POSITION_BATCHES)
             perplexity = {name: measure.by_position(network, tokens, bounds) for name, network in networks.items()}
             self._keep(positions={"bounds": bounds, **perplexity})
-        longest = measure.longest_sample(self.source, networks["original"])
+        longest = speed.longest_sample(self.source, networks["original"])
         if self.source.domain == "language":
-            generation = measure.generation_by_length(networks, longest)
+            generation = speed.generation_by_length(networks, longest)
             self._keep(generation={str(length): by_name for length, by_name in generation.items()})
-        seconds = measure.seconds_by_length(self.source, networks, longest, self.settings.length)
+        seconds = speed.seconds_by_length(self.source, networks, longest, self.settings.length)
         self._keep(
             speed={str(length): by_name for length, by_name in seconds.items()},
-            break_even=measure.break_even(seconds, "original", "linearized"),
+            break_even=speed.break_even(seconds, "original", "linearized"),
         )
 
     def _lightning(self, words: list[str], what: str) -> None:

@@ -11,12 +11,11 @@ from typing import Any
 from lightning_mhla.callbacks.axes import Axis
 from lightning_mhla.callbacks.markup import Curve, document, picture, plot
 from lightning_mhla.callbacks.originals import ORIGINAL
-from lightning_mhla.callbacks.page import duration
 from lightning_mhla.callbacks.points import panels_of
 from lightning_mhla.callbacks.stored_pictures import read_picture
 from lightning_mhla.system.figures import make_panels, save_figure
 from lightning_mhla.system.files import write_whole
-from lightning_mhla.system.numbers import metric_text, rounded
+from lightning_mhla.system.numbers import duration, metric_text, rounded
 from lightning_mhla.training.encoders import Pooling
 from mhla_tasks.tools.linearize.source import PretrainedSource
 from mhla_tasks.tools.linearize.stages import MONITORS, Settings
