@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import active_children, get_context
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,60 +50,74 @@ def run_jobs(
     options: Sequence[str],
     after_each: Callable[[], object],
 ) -> None:
-    """Train and measure the runs of all jobs.
+    """Train and measure the runs of all jobs. If this process ends, also by SIGTERM, the runs end too.
 
     Args:
         jobs: runs to train; those with a result are skipped.
-        at_once: number of runs to train at the same time. If there are several, each has one thread.
+        at_once: number of runs to train at the same time. If there are several, each has a process with one thread.
         runs: folder of the runs.
         results: folder of the results.
         options: options of ``lightning fit`` for all runs.
         after_each: function to call after each run.
+
+    Raises:
+        SystemExit: if a run fails; the other ones are ended.
     """
-    previous = signal.signal(signal.SIGTERM, end_jobs)
+    previous = signal.signal(signal.SIGTERM, end_process)
     try:
         if at_once == 1:
             for job in jobs:
-                run_job(job, runs, results, options)
+                job.study.run(job.variant, job.seed, runs, results, options)
                 after_each()
             return
         # Spawned processes read this variable when they import torch.
         os.environ["OMP_NUM_THREADS"] = "1"
-        pool = ProcessPoolExecutor(at_once, get_context("spawn"), signal.signal, (signal.SIGTERM, end_jobs))
-        try:
-            for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
-                rows = [pool.submit(run_job, job, runs, results, options) for job in part]
-                for row in as_completed(rows):
-                    row.result()
-                    after_each()
-        except KeyboardInterrupt:
-            end_workers()
-            raise
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for part in in_two_parts(jobs, results):  # a run must have ended before others start from its weights
+            run_beside(part, at_once, (runs, results, options), after_each)
     finally:
+        for process in active_children():
+            process.terminate()
+            process.join()
         signal.signal(signal.SIGTERM, previous)
 
 
+def run_beside(
+    jobs: Sequence[Job],
+    at_once: int,
+    arguments: tuple[Path, Path, Sequence[str]],
+    after_each: Callable[[], object],
+) -> None:
+    """Train and measure several runs at the same time, each in a process of its own.
+
+    Args:
+        jobs: runs to train.
+        at_once: maximum number of processes.
+        arguments: folder of the runs, folder of the results, and options of ``lightning fit``.
+        after_each: function to call after each run.
+
+    Raises:
+        SystemExit: if a run fails.
+    """
+    waiting, running = list(jobs), dict[int, BaseProcess]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            process = get_context("spawn").Process(target=run_job, args=(waiting.pop(0), *arguments))
+            process.start()
+            running[process.sentinel] = process
+        for sentinel in wait(list(running)):
+            process = running.pop(sentinel)  # type: ignore[arg-type]
+            process.join()
+            if process.exitcode:  # it has printed the reason
+                raise SystemExit(process.exitcode if process.exitcode > 0 else 128 - process.exitcode)
+            after_each()
+
+
 def run_job(job: Job, runs: Path, results: Path, options: Sequence[str]) -> None:
-    """Train and measure one run, unless a signal has told this process to end."""
-    if _ended:  # a pool gives its workers jobs in advance
-        raise SystemExit(_ended[0])
+    """Train and measure one run in a process of its own, which ends its command if it is told to end."""
+    signal.signal(signal.SIGTERM, end_process)
     job.study.run(job.variant, job.seed, runs, results, options)
 
 
-_ended: list[int] = []
-"""Exit status of this process after a signal; empty before."""
-
-
-def end_jobs(number: int, _: object) -> None:
-    """Signal handler that ends the workers of this process, and raises SystemExit, which ends the command that it runs."""
-    _ended.append(128 + number)
-    end_workers()
-    raise SystemExit(_ended[0])
-
-
-def end_workers() -> None:
-    """Send SIGTERM to all workers of this process; otherwise they would go on training, and begin the next runs."""
-    for process in active_children():
-        process.terminate()
+def end_process(number: int, _: object) -> None:
+    """Signal handler that raises SystemExit, so that a process ends what it has started."""
+    raise SystemExit(128 + number)

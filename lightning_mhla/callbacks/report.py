@@ -25,6 +25,7 @@ from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import checkpoint_folder, is_run_folder, is_trial, run_folder
 from lightning_mhla.system.listing import shown
 from lightning_mhla.system.numbers import metric_text
+from lightning_mhla.system.untrusted import read_json
 
 __all__ = ["RECORD", "RunReport", "versions"]
 
@@ -54,6 +55,8 @@ class RunReport(Callback):
         self._skipped: list[str] = []
         self._next: list[NextStep] = []
         self._folder: Path | None = None
+        self._checkpoints = Path()
+        self._goes_on = False  # whether this fit has trained a batch
         self._restored = False  # whether a checkpoint supplied the path of the weights that the run started from
         self._pretrained: str | None = None
         self._training = (
@@ -72,11 +75,25 @@ class RunReport(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start measuring the training time, and set the folder of the run. Every process must call this method."""
         self._start = time.monotonic()
-        self._folder = run_folder(trainer)
+        self._folder, self._checkpoints = run_folder(trainer), checkpoint_folder(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Record that training has begun, so that :meth:`on_exception` may write files."""
-        self._training = True
+        self._training, self._goes_on = True, False
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """After the first batch, mark the record of an earlier part of the run as unfinished."""
+        if self._goes_on or not trainer.is_global_zero or self._folder is None:
+            return
+        self._goes_on = True
+        try:
+            record = read_json(self._folder / RECORD)
+        except (FileNotFoundError, ValueError):  # there is no earlier part, or its record is replaced anyway
+            return
+        if record.get("finished") is True and is_run_folder(trainer, self._folder):
+            record["finished"] = False
+            write_json(self._folder / RECORD, record, indent=1)
+            write_page(self._folder, self._checkpoints, record)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parts of the report that checkpoints and model cards contain.

@@ -34,6 +34,20 @@ def is_visible(name: str) -> bool:
     return not name.startswith(".") and name not in NOISE
 
 
+def files_named(folder: Path, name: str) -> list[Path]:
+    """Return the paths of the files with a name in a folder and below it, sorted. Links to folders are followed, each once."""
+    paths: list[Path] = []
+    visited: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:
+            folders.clear()
+        elif name in names:
+            paths.append(Path(parent, name))
+        visited.add(real)
+    return sorted(paths)
+
+
 def visible_files(folder: Path, hidden: list[Path] | None = None) -> list[Path]:
     """List all visible files below a folder, sorted.
 

@@ -82,14 +82,16 @@ def write_comparison(folder: Path, runs: Sequence[Path], failed: Sequence[str] =
         failed: names of the folders of runs that failed. The message omits these runs.
     """
     recorded = [run for run in runs if (run / RECORD).exists()]
-    missing = [shown(run.name) for run in runs if run not in recorded and run.name not in failed]
-    if missing:
-        sys.stderr.write(f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(missing)}\n")
+    missing = [run.name for run in runs if run not in recorded]
+    if unexplained := [shown(name) for name in missing if name not in failed]:
+        sys.stderr.write(
+            f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(unexplained)}\n"
+        )
     if not recorded:
         return
     groups = group_runs(read_runs(recorded))
     print_table(tabulate(groups), remarks(groups))
-    write_page(folder / PAGE, f"Comparison of {shown(folder)}", groups, missing=missing)
+    write_page(folder / PAGE, f"Comparison of {shown(folder)}", groups, missing=list(map(shown, missing)))
     sys.stderr.write(f"page: {shown(folder / PAGE)}\n")
     if drawn_metrics(groups):
         draw(groups, folder / PICTURE)

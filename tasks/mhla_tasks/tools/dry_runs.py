@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,21 +21,34 @@ from pathlib import Path
 import torch
 from typing_extensions import override
 
-from lightning_mhla.checkpoints.runs import check_folder
+from lightning_mhla.checkpoints.runs import CONFIG, check_folder
 from lightning_mhla.data import ShardSets
 from lightning_mhla.data.remote import url_scheme
 from lightning_mhla.data.shards import expand_braces, find_shards
+from lightning_mhla.system.redaction import redacted
+from lightning_mhla.system.untrusted import parse_yaml, read_yaml
 from mhla_tasks.commandline import shipped
 from mhla_tasks.commandline.arguments import UsageError, read_words
 from mhla_tasks.commandline.errors import CommandFailed, explain
 from mhla_tasks.commandline.failures import chain
+from mhla_tasks.commandline.moved_keys import move_keys
 from mhla_tasks.commandline.parser import SuiteCLI, short_type_errors
 from mhla_tasks.commandline.plan import make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
+from mhla_tasks.commandline.sources import Source, mapping
+from mhla_tasks.tools.comparison.runs import flat, option_text, plain
 from mhla_tasks.tools.run_checks import CheckedRun
 
 LOCATIONS = ("train", "val")
 """Options of the suite's data modules that name files or folders."""
+
+DECISIVE = re.compile(
+    r"seed_everything|(model|data)\..*|trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|limit_train_batches)"
+)
+"""Options that decide what a run trains, and on which data."""
+
+FREE = re.compile(r"model\.init_args\.(pretrained|network)\b.*|data\.init_args\.(num_workers|predict_dir|prompts)\b.*")
+"""Exceptions from :data:`DECISIVE`: weights to start from, which a resumed run does not read, and options without effect."""
 
 HUB = "hub:"
 """Beginning of a location of texts that names a data set on the Hugging Face Hub."""
@@ -45,12 +59,14 @@ class DryCLI(SuiteCLI):
 
     Attributes:
         options: text of all parsed options, which is equal for two runs that would train the same model.
+        saved: text of the options as a run saves them in ``config.yaml``.
     """
 
     @override
     def before_instantiate_classes(self) -> None:
         super().before_instantiate_classes()
         self.options = repr(self.config.as_dict())
+        self.saved = self.parser.dump(redacted(self.config.clone()), skip_none=False)
         self.config.trainer.logger = False  # some loggers contact their service as soon as they are built
 
     @override
@@ -85,7 +101,7 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
             problems.append((number, f"is also the folder of the run with {' '.join(runs[same].words)}"))
             continue
         try:
-            parsed = _build(run, here)
+            command_line = _build(run, here)
         except (Exception, CommandFailed) as error:
             text = str(error) if isinstance(error, UsageError | CommandFailed) else explain(error)
             # The parser turns an error of a constructor into a ValueError, so a missing file may be the cause of any error.
@@ -93,8 +109,15 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
             if text is not None and (here or not missing):
                 problems.append((number, text))
         else:
-            same = options.setdefault(parsed, number)
-            if same != number:
+            same = options.setdefault(command_line.options, number)
+            if changes := changed_options(run, command_line):
+                problems.append(
+                    (
+                        number,
+                        f"was trained with {changes}; choose another --run_dir for other options, or delete the folder",
+                    )
+                )
+            elif same != number:
                 problems.append(
                     (number, f"has the same options as {Path(runs[same].folder).name}; leave one of them out")
                 )
@@ -105,8 +128,36 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
     return f"{runs[number].folder}: {text}{others}"
 
 
-def _build(run: CheckedRun, here: bool) -> str:
-    """Build the objects of a run, such as the model and the data module, and return the text of all its options.
+def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
+    """Describe options of a run that would resume, but was trained with other options than it has now.
+
+    The values decide what is trained. Options of the Trainer that continue a run, such as ``max_epochs``, may change.
+
+    Args:
+        run: run of a sweep.
+        command_line: command line of the run as it is now.
+
+    Returns:
+        Text such as ``model.training.optimizer.lr 0.002, not 0.5``; empty if nothing has been trained, or nothing changed.
+    """
+    path = Path(run.folder, CONFIG)
+    if command_line.plan.checkpoint is None or not path.exists():
+        return ""
+    (source,), _ = move_keys([Source(str(path), mapping(read_yaml(path)))])
+    trained, present = flat(source.values), flat(parse_yaml(command_line.saved))
+    changes = [
+        f"{key.replace('.init_args', '')} {option_text(trained[key]) or 'null'}, not {option_text(present[key]) or 'null'}"
+        for key in trained
+        if key in present
+        and DECISIVE.fullmatch(key)
+        and not FREE.fullmatch(key)
+        and plain(trained[key]) != plain(present[key])
+    ]
+    return "; ".join(changes[:3]) + ("; and other differences" if len(changes) > 3 else "")
+
+
+def _build(run: CheckedRun, here: bool) -> DryCLI:
+    """Build the objects of a run, such as the model and the data module, and return its command line.
 
     Args:
         run: run to check.
@@ -125,7 +176,7 @@ def _build(run: CheckedRun, here: bool) -> str:
     if here:
         command_line.instantiate_trainer()
         _check_files(command_line)
-    return command_line.options
+    return command_line
 
 
 def _check_files(command_line: DryCLI) -> None:

@@ -40,7 +40,7 @@ from rich.text import Text
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import in_use
 from lightning_mhla.system.files import write_json, write_whole
-from lightning_mhla.system.numbers import duration, rounded
+from lightning_mhla.system.numbers import duration, metric_text
 from lightning_mhla.system.redaction import redact
 from lightning_mhla.system.untrusted import read_json
 from mhla_tasks.commandline.arguments import HELP, CommandLine, Option, UsageError, read_words
@@ -60,6 +60,9 @@ OUTPUT = "output.txt"
 
 FINISHED = "finished before"
 """State of a run that finished in an earlier start of the sweep."""
+
+BUSY = "in use by another process"
+"""State of a run that another process trains."""
 
 UNSWEPT = ("help", "print_config", "sweep", "sweep_sbatch")
 """Options that do not belong to a single run."""
@@ -111,12 +114,14 @@ class SweepProgress:
         console: rich console on standard error.
         seconds: durations in seconds of the runs that this process trained. :meth:`running` appends to it.
         done: number of runs that have ended.
+        ready: number of runs that finished before and are still to be counted.
     """
 
     count: int
     console: Console
     seconds: list[float] = field(default_factory=list)
     done: int = 0
+    ready: int = 0
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
@@ -139,7 +144,7 @@ class SweepProgress:
 
     def left(self) -> str:
         """Describe the number of remaining runs and their estimated duration; empty if there is no estimate."""
-        remaining = self.count - self.done
+        remaining = self.count - self.done - self.ready
         if not self.seconds or not remaining:
             return ""
         return f"; {remaining} left, about {duration(remaining * sum(self.seconds) / len(self.seconds))}"
@@ -165,7 +170,7 @@ def _position(folder: Path) -> str:
     try:
         metric = record["best"]["metric"]
         step, value = record["metrics"][metric][-1]
-        return f", step {step:,}: {harmless(metric)} {rounded(value)}"
+        return f", step {step:,}: {harmless(metric)} {metric_text(metric, value)}"
     except (ValueError, KeyError, TypeError, IndexError):  # not validated yet
         return ""
 
@@ -251,9 +256,9 @@ def run(arguments: Sequence[str]) -> int:
         arguments: command-line arguments after the name of the program.
 
     Returns:
-        The exit status: 0 if all runs succeeded, 1 if a run failed, or 2 if the options of the sweep are invalid. If a run ends
-        with a usage error, by a signal, or with status 75 after a signal made it save its state, the sweep stops early and
-        returns the status of that run.
+        The exit status: 0 if all runs succeeded, 1 if a run failed or another process trains it, or 2 if the options of the
+        sweep are invalid. If a run ends with a usage error, by a signal, or with status 75 after a signal made it save its
+        state, the sweep stops early and returns the status of that run.
     """
     try:
         line = read_words(arguments, LIGHTNING)
@@ -269,19 +274,23 @@ def run(arguments: Sequence[str]) -> int:
     unchecked = [
         CheckedRun(str(folder), run_line.words) for folder, run_line in runs if not _finished(folder, run_line)
     ]
+    progress.ready = len(runs) - len(unchecked)
     with progress.console.status(f"checking the options of {len(unchecked)} runs"):
         problem = find_problem(unchecked, here=sweep.sbatch is None) if unchecked else None
     if problem is not None:
         sys.stderr.write(f"error: {harmless(problem)}; no run was started\nhelp: lightning fit --help\n")
         return 2
     write_whole(sweep.folder / ORDER, write_order(sweep.folder, [folder.name for folder, _ in runs]))
-    finished = 0
+    finished, busy = 0, list[str]()
     if sweep.sbatch is None:
         progress.say(f"{len(runs)} runs in {sweep.folder}; what each prints is in its {OUTPUT}")
     for folder, run_line in runs:
         if state := _state(folder, run_line, sweep.sbatch is not None):
+            if state == FINISHED:
+                finished, progress.ready = finished + 1, progress.ready - 1
+            elif state == BUSY:
+                busy.append(folder.name)
             progress.end(folder, state)
-            finished += state == FINISHED
             continue
         _begin(folder, run_line)
         if sweep.sbatch is not None:
@@ -304,7 +313,9 @@ def run(arguments: Sequence[str]) -> int:
         write_comparison(sweep.folder, [folder for folder, _ in runs], failed)
     if failed:
         progress.say(f"failed: {', '.join(failed)}; the same command tries them again")
-    return int(bool(failed))
+    if busy:
+        progress.say(f"{BUSY}: {', '.join(busy)}; the table has their earlier results, if any")
+    return int(bool(failed or busy))
 
 
 def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
@@ -323,7 +334,7 @@ def _outcome(folder: Path, status: int, seconds: float, printed: int) -> str:
         return f"{describe_status(status)} ({errors[-1] if errors else f'see {OUTPUT}'})"
     try:
         best = _stored(folder / RECORD)["best"]
-        metric = f", best {best['metric']} {rounded(best['value'])}"
+        metric = f", best {best['metric']} {metric_text(best['metric'], best['value'])}"
     except (KeyError, TypeError):  # a run without RunReport, or without a metric
         metric = ""
     return f"{duration(seconds)}{metric}"
@@ -340,7 +351,7 @@ def _state(folder: Path, line: CommandLine, queues: bool) -> str:
     if _finished(folder, line):
         return FINISHED
     if in_use(folder):
-        return "in use by another process"
+        return BUSY
     if queues and (folder / JOB).exists():
         number = (folder / JOB).read_text().strip()
         query = subprocess.run(

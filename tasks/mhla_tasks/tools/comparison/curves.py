@@ -86,7 +86,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     """
     names = drawn_metrics(groups, metrics)
     if not names:
-        raise ValueError("no metric of these runs changes, so there are no curves to draw")
+        raise ValueError("no metric of these runs changes, or none of those asked for, so there are no curves to draw")
     columns = min(len(names), 3)
     labels = [textwrap.fill(without_controls(legend(group)), CHARACTERS * columns) for group in groups]
     lines = sum(1 + label.count("\n") for label in labels)

@@ -68,7 +68,8 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
 
     If a group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
     single runs. The last columns contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as
-    formulas get an apostrophe. Negative numbers stay as they are.
+    formulas get an apostrophe. Negative numbers stay as they are. A metric without a mean, for example because it is not finite
+    in one of the runs, is an empty cell.
 
     Args:
         table: table to format.
@@ -83,8 +84,8 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
     writer.writerow([_csv_text(name) for name in [*header, "seeds", "folders"]])
     for row, group in zip(table.rows, groups, strict=True):
         cells: list[str | float] = []
-        for cell, has_spread in zip(row, spreads, strict=True):
-            cells.append(_csv_text(cell.text) if cell.value is None else cell.value)
+        for cell, column, has_spread in zip(row, table.columns, spreads, strict=True):
+            cells.append(_csv_text(cell.text if column.kind != "number" else "") if cell.value is None else cell.value)
             if has_spread:
                 cells.append("" if cell.spread_value is None else cell.spread_value)
         folders = json.dumps([str(run.folder) for run in group.runs], ensure_ascii=False)
@@ -128,8 +129,10 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Escape a text for LaTeX. Negative numbers get a minus sign instead of a hyphen."""
+    """Escape a text for LaTeX. Negative numbers get a minus sign instead of a hyphen, and exponents a power of ten."""
     line = without_controls(harmless(text))
-    if line[:1] == "-" and line[1:2].isdigit() and line.replace(",", "").lstrip("-").replace(".", "").isdigit():
-        return f"$-${line[1:]}"
+    if number := re.fullmatch(r"(-?)(\d[\d,]*(?:\.\d+)?)(?:e([+-]?)0*(\d+))?", line):
+        sign, digits, exponent_sign, exponent = number.groups()
+        power = "" if exponent is None else f"$\\cdot 10^{{{exponent_sign.replace('+', '')}{exponent}}}$"
+        return ("$-$" if sign else "") + digits + power
     return "".join(LATEX.get(sign, sign) for sign in line)

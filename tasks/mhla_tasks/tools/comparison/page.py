@@ -90,8 +90,9 @@ for (const table of document.querySelectorAll("table.sortable")) {
         const number = row => parseFloat(row.cells[column].dataset.v ?? "");
         const text = row => row.cells[column].textContent;
         const missing = row => head.classList.contains("number") ? isNaN(number(row)) : !text(row);
-        const compare = (a, b) => head.classList.contains("number") ? number(a) - number(b)
-          : text(a).localeCompare(text(b), undefined, {numeric: true});
+        const words = (a, b) => text(a).localeCompare(text(b), undefined, {numeric: true});
+        const compare = (a, b) => isNaN(number(a)) - isNaN(number(b))
+          || (isNaN(number(a)) ? words(a, b) : number(a) - number(b));
         rows = [...original].sort((a, b) => missing(a) - missing(b) || (missing(a) ? 0 : sign * compare(a, b)));
       }
       body.append(...rows);
@@ -250,6 +251,8 @@ def _seeds(group: Group, path: Path) -> str:
 
 def _curves(groups: Sequence[Group], marks: Sequence[str], metrics: Sequence[str] | None) -> str:
     names = drawn_metrics(groups, metrics)
+    if not names and metrics is not None:
+        return ""
     if not names:
         return "<h2>Curves</h2><p>No metric has more than one value.</p>"
     keys = [

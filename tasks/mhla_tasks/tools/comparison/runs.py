@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 from lightning_mhla.callbacks.points import LARGEST
 from lightning_mhla.callbacks.report import RECORD
 from lightning_mhla.checkpoints.runs import CONFIG, is_run
-from lightning_mhla.system.listing import shown
+from lightning_mhla.system.listing import files_named, shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.moved_keys import move_keys
@@ -25,8 +26,11 @@ STARTED = "sweep.json"
 ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
 
-PLACES = ("run_dir", "ckpt_path", "trainer.default_root_dir")
-"""Configuration keys whose values are paths of run folders and checkpoints. They do not count as differences between runs."""
+PLACES = re.compile(r"run_dir|ckpt_path|trainer\.default_root_dir|trainer\.logger.*|trainer\.callbacks\..*\.dirpath")
+"""Configuration keys of loggers, and of paths to which a run writes. They do not count as differences between runs."""
+
+NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
+"""Number in the name of a folder, such as 0.001 or 1e-05."""
 
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
@@ -78,12 +82,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; give the folder of a run, or of several runs")
-        records = list(folder.rglob(RECORD))
-        places = {name: place for place, name in enumerate(_sweep_order(folder))}
+        records = files_named(folder, RECORD)
+        orders = {parent: _sweep_order(parent) for parent in dict.fromkeys(path.parent.parent for path in records)}
+        places = {
+            parent / name: place for parent, names in orders.items() for place, name in enumerate(dict.fromkeys(names))
+        }
         records.sort(
             key=lambda path: (
-                places.get(path.parent.relative_to(folder).as_posix(), len(places)),
-                [_number_or_word(part) for part in path.parts],
+                [_words_and_numbers(part) for part in path.parent.parent.parts],
+                places.get(path.parent, len(places)),
+                _words_and_numbers(path.parent.name),
             )
         )
         for path in records:
@@ -134,17 +142,17 @@ def unrecorded(folders: Sequence[Path]) -> list[Path]:
     """
     without_record: list[Path] = []
     for folder in folders:
-        started = [path.parent for path in sorted(folder.rglob(STARTED))]
-        configured = [path.parent for path in sorted(folder.rglob(CONFIG)) if is_run(path.parent)]
+        started = [path.parent for path in files_named(folder, STARTED)]
+        configured = [path.parent for path in files_named(folder, CONFIG) if is_run(path.parent)]
         runs = [run for run in (*configured, *started) if not (run / RECORD).exists()]
-        without_record += runs or ([] if any(folder.rglob(RECORD)) else [folder])
+        without_record += runs or ([] if files_named(folder, RECORD) else [folder])
     return list(dict.fromkeys(without_record))
 
 
-def _number_or_word(part: str) -> tuple[str, int]:
-    # Sorts version_9 before version_10.
-    word = part.rstrip("0123456789")
-    return word, int(part[len(word) :] or -1)
+def _words_and_numbers(part: str) -> list[tuple[str, float]]:
+    """Return a key that sorts version_9 before version_10, and lr=1e-05 before lr=0.001."""
+    words = NUMBER.split(part)
+    return list(zip(words[::2], [*map(float, words[1::2]), -1.0], strict=True))
 
 
 def _read(path: Path) -> Run:
@@ -157,7 +165,7 @@ def _read(path: Path) -> Run:
     if not config.exists():
         return Run(path.parent, record, {})
     (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
-    return Run(path.parent, record, flat(redacted(source.values)))
+    return Run(path.parent, record, flat(redacted(source.values)) if source.values else {})
 
 
 class _BrokenRecordError(Exception):
@@ -245,7 +253,7 @@ def flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(runs: Sequence[Run]) -> list[str]:
-    """List the configuration keys whose values differ between runs, except options of loggers and paths of run folders.
+    """List the configuration keys whose values differ between runs, except options of loggers and paths to which runs write.
 
     Args:
         runs: runs to compare. Runs without a configuration are ignored.
@@ -258,14 +266,22 @@ def differences(runs: Sequence[Run]) -> list[str]:
 
 
 def compared_keys(runs: Sequence[Run]) -> list[str]:
-    """List all configuration keys of runs, except options of loggers and paths of run folders."""
+    """List all configuration keys of runs, except options of loggers and paths to which runs write."""
     keys = dict.fromkeys(key for run in runs for key in run.options)
-    return [key for key in keys if key not in PLACES and not key.startswith("trainer.logger")]
+    return [key for key in keys if not PLACES.fullmatch(key)]
 
 
 def plain(value: Any) -> str:
-    """Return the value of an option as a JSON string, so that values of any type can be compared."""
-    return json.dumps(value, default=str)
+    """Return the value of an option as a JSON string, so that values of any type can be compared. 1.0 becomes 1."""
+    return json.dumps(_with_whole_numbers(value), default=str)
+
+
+def _with_whole_numbers(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_whole_numbers(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_whole_numbers(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
 
 
 def option_text(value: Any) -> str:

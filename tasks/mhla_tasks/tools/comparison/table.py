@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-from lightning_mhla.system.numbers import duration, rounded, rounded_with_spread
+from lightning_mhla.system.numbers import duration, metric_text, rounded_with_spread
 from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, direction
 from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
 
@@ -106,7 +106,7 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
     taken = {*recorded, *FIGURES, "run", "runs", "notes"}
     for key, short in short_names(keys).items():
         name = key if short in taken else short  # such as the option sampling.steps beside the column steps
-        cells = [Cell(option_text(group.first.options.get(key))) for group in groups]
+        cells = [_option_cell(group.first.options.get(key)) for group in groups]
         filled.append((Column(name, "option", key=key), cells))
     identities = {(*(cells[row].text for _, cells in filled), *group.notes) for row, group in enumerate(groups)}
     filled.insert(0, (Column("run", "run"), [Cell(group.name) for group in groups]))
@@ -118,7 +118,7 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
         # A column that repeats the last values, because training ended with the best ones, says nothing new.
         new = [title for title, name in best.items() if any(group.best(name) != group.final(name) for group in groups)]
         columns = [*recorded, *new, *figures]
-    for name in columns:
+    for name in dict.fromkeys(columns):
         if name in recorded:
             filled.append(_metric_column(name, name, [group.final(name) for group in groups], groups))
         elif name in best:
@@ -144,7 +144,12 @@ def _metric_column(
 ) -> tuple[Column, list[Cell]]:
     """Return a column with summaries of a metric, one for each group, and its cells."""
     column = Column(name, "number", direction(metric, groups))
-    return column, _metric_cells(summaries, groups, column)
+    return column, _metric_cells(metric, summaries, groups, column)
+
+
+def _option_cell(value: object) -> Cell:
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return Cell(option_text(value), number)
 
 
 def _count(number: int) -> Cell:
@@ -164,17 +169,18 @@ FIGURES: dict[str, Callable[[Group], Cell]] = {
 """Functions for the cells of the columns that are not metrics."""
 
 
-def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
-    """Return the cells of a metric, and mark the best value and all values that are rounded to the same text.
+def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
+    """Return the cells of a metric, and mark the best value and all values that are equal if rounded like the best one.
 
     Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
 
     Args:
+        metric: name of the metric.
         summaries: mean and standard deviation of the metric in each group.
         groups: compared groups.
         column: column of the metric, which states whether lower or higher values are better.
     """
-    cells = [_metric_cell(summary) for summary in summaries]
+    cells = [_metric_cell(metric, summary) for summary in summaries]
     competing = [group.first.record["finished"] for group in groups]
     texts = {
         cell.value: cell.text
@@ -184,18 +190,19 @@ def _metric_cells(summaries: Sequence[Summary], groups: Sequence[Group], column:
     if column.better is None or len(texts) < 2:
         return cells
     best = texts[min(texts) if column.better == "min" else max(texts)]
+    places = len(best.partition(".")[2])
     return [
-        # With a spread, an equal value may have a different text, such as 0.930 for 0.93.
-        replace(cell, best=competes and cell.value is not None and best in (cell.text, texts[cell.value]))
+        # With a spread, an equal value may have a different text, such as 0.930 or 0.934 for 0.93.
+        replace(cell, best=competes and cell.value is not None and best in (cell.text, f"{cell.value:,.{places}f}"))
         for cell, competes in zip(cells, competing, strict=True)
     ]
 
 
-def _metric_cell(summary: Summary) -> Cell:
+def _metric_cell(metric: str, summary: Summary) -> Cell:
     if summary.mean is None:
         return Cell(summary.problem)
     if summary.spread is None:
-        return Cell(rounded(summary.mean), summary.mean)
+        return Cell(metric_text(metric, summary.mean), summary.mean)
     text, spread = rounded_with_spread(summary.mean, summary.spread)
     return Cell(text, summary.mean, spread, summary.spread)
 
