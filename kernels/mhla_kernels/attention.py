@@ -127,8 +127,10 @@ def mhla_attention(
         blocks are then meaningless (with ``"parallel"`` they are non-finite).
 
         With ``causal="block"``, the same holds for tokens of later blocks, with two differences. An infinite or NaN key or
-        value makes all rows of its block non-finite. The gradients of earlier outputs are bit-identical even if outputs of a
-        later block overflow.
+        value makes all rows of its block non-finite. The gradients of earlier outputs with respect to the tokens of their and
+        earlier blocks, and to ``mixing``, are bit-identical even if outputs of a later block overflow: with ``"chunked"``
+        always, with the other algorithms as long as the weights ``A[t, j]`` of later tokens, and their queries and keys times a
+        coefficient, are finite.
 
         In cross-attention, a masked key, or a finite key of a different packed sequence, does not change a single bit of an
         output or of a gradient. Where the bounds of the sequences are on a CPU, this also holds for infinite and NaN keys.

@@ -30,9 +30,11 @@ class _Divide(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         output, normalizer = ctx.saved_tensors
-        share = gradient / (normalizer + ctx.eps)
-        # an overflowed output is infinite or NaN: zero times it must stay zero
-        product = torch.where(share == 0, 0, share * output)
+        # A row whose sum is NaN has an output of NaN, and passes no gradient on to the sum of its values.
+        share = gradient / (normalizer + ctx.eps).nan_to_num(torch.inf, torch.inf)
+        # An overflowed output is infinite or NaN, and zero times it must stay zero. The output is replaced, not the product,
+        # because the derivative of the product with respect to a gradient that happens to be zero is the output.
+        product = share * torch.where(gradient == 0, output.nan_to_num(0, 0, 0), output)
         return share, -product.sum(-1, keepdim=True), None
 
 

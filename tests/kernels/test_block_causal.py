@@ -362,6 +362,45 @@ def test_later_blocks_do_not_change_earlier_ones_in_the_kernels(
     check_exact(implementation, kind, normalize, FACTORS[2:])
 
 
+MIXTURES_THAT_OVERFLOW: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "a key": (("k",), {}),
+    "a value": (("v",), {}),
+    "a query": (("q",), {}),
+    "all of them": (("q", "k", "v"), {}),
+    "float64": (("k",), {"dtype": torch.float64}),
+    "dense": (("k",), {"kind": "dense"}),
+    "packed": (("k",), {"cu_seqlens": [0, 20, 44]}),
+    "without a sum": (("k",), {"normalize": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "name"),
+    [
+        (implementation, name)
+        for implementation, name in product(("torch chunked", "triton chunked"), MIXTURES_THAT_OVERFLOW)
+        if (implementation, name) != ("triton chunked", "float64")  # the kernels do not take it
+    ],
+)
+def test_a_number_near_the_largest_in_a_short_later_block_changes_no_gradient(implementation: str, name: str) -> None:
+    """The summary is finite, its mixture overflows, and the empty slots of the short block have queries of zero."""
+    letters, changes = MIXTURES_THAT_OVERFLOW[name]
+    options = {"block_size": 8, "causal": "block", **changes}
+    dtype, kind = options.pop("dtype", torch.float32), options.pop("kind", "exponential")
+    tensors = [torch.rand(1, 44, 1, 4, dtype=dtype) for _ in range(3)]
+    mixing = [torch.tensor([2.0]), torch.tensor([0.1])] if kind == "exponential" else [torch.rand(6, 6) + 1]
+    tensors += [x.to(dtype) for x in mixing]
+    cotangent, spoilt = torch.randn(1, 44, 1, 4, dtype=dtype), [x.clone() for x in tensors]
+    for letter in letters:
+        spoilt["qkv".index(letter)][:, 42] = 0.9 * torch.finfo(dtype).max
+    with small_tiles():
+        want, got = (earlier(implementation, x, 16, cotangent, options) for x in (tensors, spoilt))
+        assert not attend(implementation, *spoilt, **options)[:, 42].isfinite().all()
+    for number, (a, b) in enumerate(zip(got, want, strict=True)):
+        assert b.isfinite().all()
+        assert torch.equal(a, b), f"result {number}"
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["k", "v"])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")], ids=str)

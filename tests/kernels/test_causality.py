@@ -12,6 +12,7 @@ from implementations import IMPLEMENTATIONS, SPANNING, TORCH, TRITON, attend, sm
 from mhla_kernels import ExponentialMixing, mhla_attention, mhla_prefill, mhla_step
 from mhla_kernels.forms import chunked
 from mhla_kernels.mixing import exponential
+from mhla_kernels.normalizer import divide
 from mhla_kernels.state import MHLAState
 from toeplitz import Toeplitz
 from torch import Tensor
@@ -230,3 +231,52 @@ def test_a_score_across_packed_sequences_that_overflows_changes_nothing(form: An
     torch.testing.assert_close(out[:, 8:], alone)
     (got,) = torch.autograd.grad(out[:, 8:].sum(), mixing)
     torch.testing.assert_close(got, 1e12 * want, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_division_whose_output_is_not_read_has_gradients_of_zero(compiled: bool) -> None:
+    """Rows that are NaN or infinite, in a sum of values or in the sum of the weights."""
+    nan, inf = float("nan"), float("inf")
+    out = torch.tensor([[nan, 2.0], [3.0, 4.0], [inf, 1.0], [5.0, nan], [6.0, 8.0]], requires_grad=True)
+    total = torch.tensor([[nan], [inf], [2.0], [4.0], [2.0]], requires_grad=True)
+    run = torch.compile(divide, fullgraph=True, backend="aot_eager") if compiled else divide
+    divided = run(out, total, 1e-6)
+    of_out, of_total = torch.autograd.grad(divided[2, 1] + divided[3, 0] + divided[4].sum(), (out, total))
+    torch.testing.assert_close(of_out, torch.tensor([[0, 0], [0, 0], [0, 0.5], [0.25, 0], [0.5, 0.5]]))
+    torch.testing.assert_close(of_total, torch.tensor([[0], [0], [-0.25], [-5 / 16], [-14 / 4]]))
+
+
+def test_a_gradient_of_zero_has_derivatives() -> None:
+    """The weight of an output that starts at zero: second derivatives by it are those of the division itself."""
+    out, total = torch.rand(4, 3, dtype=torch.float64) - 0.5, torch.rand(4, 1, dtype=torch.float64) + 0.5
+    out.requires_grad_(), total.requires_grad_()
+
+    def second(run: Any) -> tuple[Tensor, ...]:
+        weight = torch.zeros(4, 3, dtype=torch.float64, requires_grad=True)
+        of_out, of_total = torch.autograd.grad((weight * run(out, total)).sum(), (out, total), create_graph=True)
+        return torch.autograd.grad(of_out.sum() + 2 * of_total.sum(), (weight, out, total))
+
+    got, want = second(lambda out, total: divide(out, total, 1e-6)), second(lambda out, total: out / (total + 1e-6))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("form", ["parallel", "chunked", "spanning", "reference"])
+def test_second_derivatives_of_attention_by_a_weight_that_starts_at_zero(form: Any) -> None:
+    q, k, v, *mixing = (x.double() for x in problem("exponential", 12, 3, signed=False))
+
+    def second(form: Any, q: Tensor) -> Tensor:
+        weight = torch.zeros(3, dtype=torch.float64, requires_grad=True)
+        out = mhla_attention(q, k, v, ExponentialMixing(*mixing), block_size=4, causal=True, form=form)
+        (of_q,) = torch.autograd.grad((out @ weight).sum(), q, create_graph=True)
+        (of_weight,) = torch.autograd.grad(of_q.square().sum() + of_q.sum(), weight)
+        return of_weight
+
+    q.requires_grad_()
+    direction = torch.ones_like(q)
+    _, want = torch.func.jvp(
+        lambda q: mhla_attention(q, k, v, ExponentialMixing(*mixing), block_size=4, causal=True),
+        (q.detach(),),
+        (direction,),
+    )
+    torch.testing.assert_close(second(form, q), want.sum((0, 1, 2)))
