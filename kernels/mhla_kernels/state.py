@@ -231,21 +231,21 @@ class BlockState:
         """Return whether results that are computed from this state and from other tensors may be written into existing memory.
 
         The result is False while torch records a graph, if a backward pass may need the values in this memory, under
-        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if the state was created
-        in inference mode.
+        ``torch.func`` (whose tensors cannot be written into ordinary ones), and outside inference mode if a tensor of the state
+        was created in inference mode.
         """
         if is_traced():
             return False
-        recording = torch.is_grad_enabled()
+        recording, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         for name in self.tensor_names:  # loops build no lists; this runs at every step
             x: Tensor = getattr(self, name)
-            if x.requires_grad or is_wrapped(x):
+            # outside inference mode, torch forbids writing to tensors that were made in it
+            if x.requires_grad or is_wrapped(x) or (x.is_inference() and not inferring):
                 return False
         for x in others:
             if is_wrapped(x) or (recording and x.requires_grad):
                 return False
-        # outside inference mode, torch forbids writing to tensors that were made in it
-        return not self.open.is_inference() or torch.is_inference_mode_enabled()
+        return True
 
     def advance(self, mixing: Mixing, moves: Sequence[bool], writes: bool, donated: bool = False) -> Self:
         """Start a new block in every row that gets a token and whose last block is full.

@@ -179,6 +179,37 @@ def test_a_donated_state_is_of_no_more_use(family: Family, mixing: Any) -> None:
             use()
 
 
+@pytest.mark.parametrize("inferring", ["x......", ".x.....", "xx.....", "x.x.x.x", ".xxx...", "xxxx..."])
+def test_a_state_goes_in_and_out_of_inference_mode(family: Family, mixing: Any, inferring: str) -> None:
+    """Donated steps of rows at different places in their blocks; an x stands for two steps in inference mode."""
+    inputs = tokens(family, 20, batch=2)
+    with torch.inference_mode(inferring[0] == "x"):
+        _, state = family.prefill(*(x[:, :6] for x in inputs), mixing, block_size=SIZE, lengths=[6, 3])
+    outs = []
+    for t in range(14):
+        now = [torch.stack([x[0, 6 + t], x[1, 3 + t]]) for x in inputs]
+        with torch.inference_mode(inferring[t // 2] == "x"):
+            out, state = family.step(*now, mixing, state, block_size=SIZE, donate_state=True)
+        outs.append(out)
+    want = one_pass(family, inputs, mixing)
+    got = torch.stack(outs, 1)
+    torch.testing.assert_close(got[:1], want[:1, 6:], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(got[1:], want[1:, 3:17], rtol=1e-9, atol=1e-9)
+    assert not any(x.is_inference() for x in state.tensors.values()) or "x" in inferring[-2:]
+
+
+def test_a_prefill_continues_a_state_of_inference_mode(family: Family, mixing: Any) -> None:
+    inputs = tokens(family, 20, batch=2)
+    want = one_pass(family, inputs, mixing)
+    with torch.inference_mode():
+        state = begun(family, inputs, 7, mixing)
+        _, state = step(family, inputs, 7, mixing, state, donate_state=True)
+    for first, last in ((8, 9), (9, 14), (14, 20)):
+        now = (x[:, first:last] for x in inputs)
+        out, state = family.prefill(*now, mixing, block_size=SIZE, state=state)
+        torch.testing.assert_close(out, want[:, first:last], rtol=1e-9, atol=1e-9)
+
+
 ROWS: dict[str, Any] = {
     "tensor of booleans": torch.tensor([True, False]),
     "list of booleans": [True, False],
