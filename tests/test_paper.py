@@ -227,6 +227,39 @@ def test_a_signal_stops_the_runs_too(tmp_path: Path) -> None:
     assert not (tmp_path / "2").is_symlink()
 
 
+FAILED = """
+import os, subprocess, sys
+from pathlib import Path
+from benchmarks.paper.jobs import Job, run_jobs
+
+class Fails:
+    needs = None
+    def run(self, variant, seed, *_):
+        if seed:
+            write = "import os, signal, sys; os.symlink(str(os.getpid()), sys.argv[1]); signal.pause()"
+            subprocess.run([sys.executable, "-c", write, f"{sys.argv[1]}/other"])
+        while not Path(sys.argv[1], "other").is_symlink():
+            pass
+        raise SystemExit("error: no data")
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    run_jobs([Job(Fails(), "any", seed) for seed in range(4)], 2, folder, folder, [], lambda: None)
+"""
+
+
+def test_a_run_that_fails_ends_the_other_ones(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(FAILED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, str(program), str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 1
+    assert "error: no data" in done.stderr
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(os.readlink(tmp_path / "other")), 0)
+
+
 def test_what_others_start_from_is_trained_before_them(tmp_path: Path) -> None:
     jobs = [
         Job(paper.STUDIES[name], "softmax", seed) for name in ("video", "linearize-vit-original") for seed in (0, 1)

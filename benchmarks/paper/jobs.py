@@ -9,7 +9,7 @@ from multiprocessing import active_children, get_context
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from benchmarks.paper.study import Study
 
@@ -98,14 +98,15 @@ def run_beside(
     Raises:
         SystemExit: if a run fails.
     """
-    waiting, running = list(jobs), dict[int, BaseProcess]()
+    waiting, running = list(jobs), dict[Any, BaseProcess]()
+    process: BaseProcess
     while waiting or running:
         while waiting and len(running) < at_once:
             process = get_context("spawn").Process(target=run_job, args=(waiting.pop(0), *arguments))
             process.start()
             running[process.sentinel] = process
         for sentinel in wait(list(running)):
-            process = running.pop(sentinel)  # type: ignore[arg-type]
+            process = running.pop(sentinel)
             process.join()
             if process.exitcode:  # it has printed the reason
                 raise SystemExit(process.exitcode if process.exitcode > 0 else 128 - process.exitcode)

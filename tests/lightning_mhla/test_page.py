@@ -10,6 +10,7 @@ import math
 import os
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
@@ -615,6 +616,37 @@ def test_a_run_that_is_stopped_before_it_resumes_keeps_its_report(tmp_path: Path
         make_trainer(StopsFirst()).fit(Measured(), Numbers(Source("x.tar")))
     assert (tmp_path / "run.json").read_text() == wanted
     assert json.loads(wanted)["steps"] == 4
+
+
+@pytest.mark.parametrize("rejected", [False, True], ids=["trains on", "first batch rejected"])
+def test_a_run_that_goes_on_is_not_finished(rejected: bool, tmp_path: Path) -> None:
+    """Also before its next validation, and if it is killed by then."""
+    seen: list[tuple[bool, bool]] = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            if rejected:
+                raise ValueError("a wrong batch")
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            finished = json.loads((tmp_path / "run.json").read_text())["finished"]
+            seen.append((finished, '<span class="badge">not finished' in (tmp_path / "report.html").read_text()))
+
+    def fit(*callbacks: Callback) -> None:
+        logger = CSVLogger(tmp_path, name="", version="")
+        quick_trainer(logger, RunReport(), *callbacks, max_epochs=1, limit_train_batches=2).fit(
+            Measured(), Numbers(Source("x.tar"))
+        )
+
+    fit()
+    record = (tmp_path / "run.json").read_text()
+    assert json.loads(record)["finished"]
+    with pytest.raises(ValueError, match="wrong batch") if rejected else nullcontext():
+        fit(Looks())
+    assert seen == ([] if rejected else [(False, True)] * 2)
+    assert json.loads((tmp_path / "run.json").read_text())["finished"]
+    if rejected:
+        assert (tmp_path / "run.json").read_text() == record
 
 
 @pytest.mark.parametrize(

@@ -251,3 +251,25 @@ def test_one_run_without_curves_and_options_makes_a_page(tmp_path: Path) -> None
     assert "There is one run, so there is nothing to compare it with." in page.text
     assert "No metric has more than one value." in page.text
     assert "options unknown, there is no config.yaml" in page.text
+
+
+def test_numbers_of_options_are_sorted_as_numbers(tmp_path: Path) -> None:
+    """The script sorts by ``data-v``, and texts after numbers."""
+    for number, rate in enumerate(("0.001", "1.0e-05", "0.25", "word")):
+        save(tmp_path / f"run{number}", "mhla", 0, 0.5)
+        config = tmp_path / f"run{number}/config.yaml"
+        config.write_text(f"{config.read_text()}\nrate: {rate}\n")
+    registry.run("compare", [str(tmp_path), "--html", str(tmp_path / "page.html")])
+    text = (tmp_path / "page.html").read_text()
+    assert re.findall(r'<td class="option"(?: data-v="([^"]*)")?>(?:[\d.e-]+|word)', text) == [
+        "0.001",
+        "1e-05",
+        "0.25",
+        "",
+    ]
+
+
+def test_a_page_of_figures_that_have_no_curve_says_nothing_of_curves(tmp_path: Path) -> None:
+    save(tmp_path / "a", "mhla", 0, 0.5)
+    registry.run("compare", [str(tmp_path), "--html", str(tmp_path / "page.html"), "--metrics", "steps"])
+    assert "Curves" not in (tmp_path / "page.html").read_text()

@@ -60,6 +60,128 @@ def printed(capsys: pytest.CaptureFixture[str], *runs: Run) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.strip(" ─")]
 
 
+def save_run(folder: Path, options: str = "seed_everything: 0", **changes: Any) -> None:
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({**run("x").record, **changes}))
+    (folder / "config.yaml").write_text(options)
+
+
+def test_linked_folders_are_runs_too(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        save_run(tmp_path / "elsewhere" / name)
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        (tmp_path / "runs" / name).symlink_to(f"../elsewhere/{name}")
+    save_run(tmp_path / "runs/three")
+    (tmp_path / "runs/circle").symlink_to(tmp_path / "runs")
+    (tmp_path / "runs/again").symlink_to(tmp_path / "elsewhere/one")
+    (tmp_path / "elsewhere/unfinished").mkdir()
+    (tmp_path / "elsewhere/unfinished/sweep.json").write_text("{}")
+    (tmp_path / "runs/unfinished").symlink_to(tmp_path / "elsewhere/unfinished")
+    assert len(read_runs([tmp_path / "runs"])) == 3
+    assert unrecorded([tmp_path / "runs"]) == [tmp_path / "runs/unfinished"]
+
+
+def test_numbers_in_the_names_of_folders_are_sorted_as_numbers(tmp_path: Path) -> None:
+    names = ["lr=1e-05", "lr=0.0003", "lr=0.001", "lr=0.002", "lr=0.25", "lr=0.5", "lr=9", "lr=10"]
+    for name in sorted(names):
+        save_run(tmp_path / name)
+    assert [run.folder.name for run in read_runs([tmp_path])] == names
+
+
+def test_the_order_of_a_sweep_also_holds_below_the_given_folder(tmp_path: Path) -> None:
+    for sweep, names in {"first": ("b", "c", "a"), "second": ("z", "y")}.items():
+        for name in sorted(names):
+            save_run(tmp_path / sweep / name)
+        (tmp_path / sweep / "runs.json").write_text(json.dumps({"runs": list(names)}))
+    assert [run.folder.name for run in read_runs([tmp_path])] == ["b", "c", "a", "z", "y"]
+
+
+@pytest.mark.parametrize("options", ["", "{}", "null"])
+def test_an_empty_configuration_says_nothing_about_options(options: str, tmp_path: Path) -> None:
+    save_run(tmp_path / "a", options)
+    save_run(tmp_path / "b", "model: {x: 1}\nseed_everything: 0\n")
+    groups = group_runs(read_runs([tmp_path]))
+    assert groups[0].notes == ("options unknown, there is no config.yaml",)
+    assert differences([run for group in groups for run in group.runs]) == []
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "rows"),
+    [
+        ({"trainer.gradient_clip_val": 1}, {"trainer.gradient_clip_val": 1.0}, 1),
+        ({"model.betas": [0, 1]}, {"model.betas": [0.0, 1.0]}, 1),
+        ({"model.x": {"a": 2.0}}, {"model.x": {"a": 2}}, 1),
+        ({"model.x": True}, {"model.x": 1}, 2),
+        ({"model.x": 1}, {"model.x": 1.5}, 2),
+        ({"trainer.callbacks.ModelCheckpoint.dirpath": "/a"}, {"trainer.callbacks.ModelCheckpoint.dirpath": "/b"}, 1),
+        (
+            {"trainer.callbacks.ModelCheckpoint-2.dirpath": "/a"},
+            {"trainer.callbacks.ModelCheckpoint-2.dirpath": "/b"},
+            1,
+        ),
+        ({"trainer.logger.CSVLogger.save_dir": "/a"}, {"trainer.logger.CSVLogger.save_dir": "/b"}, 1),
+        ({"data.dirpath": "/a"}, {"data.dirpath": "/b"}, 2),
+    ],
+)
+def test_only_options_that_matter_tell_rows_apart(one: dict[str, Any], other: dict[str, Any], rows: int) -> None:
+    runs = [run("a", {"seed_everything": 0, **one}), run("b", {"seed_everything": 1, **other})]
+    assert len(group_runs(runs)) == rows
+
+
+def test_metrics_that_are_not_finite_are_empty_cells_of_csv() -> None:
+    runs = [scored("a", 0, 0.5), scored("a", 1, None), scored("b", 0, 0.25), scored("b", 1, 0.75)]
+    groups = group_runs(runs)
+    table = tabulate(groups)
+    assert cells(table)[0]["val/accuracy"] == "not finite in 1 of 2"
+    rows = list(csv.DictReader(io.StringIO(formats.as_csv(table, groups))))
+    assert [row["val/accuracy"] for row in rows] == ["", "0.5"]
+    assert rows[0]["model.kind"] == "a"
+
+
+def test_cosines_near_one_are_not_rounded_to_one() -> None:
+    values = (0.99999, 0.9999999, 1.0)
+    runs = [run(f"{value}", {"x": value}, metrics={"val/cosine": [[1200, value]]}, best={}) for value in values]
+    table = tabulate(group_runs(runs), ["val/cosine"])
+    assert [row["val/cosine"] for row in cells(table)] == ["0.99999", "0.9999999", "1"]
+    assert [row[-1].best for row in table.without("note").rows] == [False, False, True]
+
+
+def test_a_mean_that_is_equal_when_rounded_like_the_best_one_is_best_too() -> None:
+    wide, narrow = (0.65, 1.22), (0.9340, 0.9340)
+    runs = [scored(kind, seed, x) for kind, xs in {"a": wide, "b": narrow}.items() for seed, x in enumerate(xs)]
+    table = tabulate(group_runs(runs), ["val/accuracy"])
+    assert [str(row[-1]) for row in table.rows] == ["0.94 ± 0.40", "0.934 ± 0"]
+    assert [row[-1].best for row in table.rows] == [True, False]
+    runs = [scored("a", seed, x) for seed, x in enumerate((0.65, 1.2198))] + [
+        scored("b", 0, 0.9340),
+        scored("b", 1, 0.934),
+    ]
+    table = tabulate(group_runs(runs), ["val/accuracy"])
+    assert [str(row[-1]) for row in table.rows] == ["0.93 ± 0.40", "0.934 ± 0"]
+    assert [row[-1].best for row in table.rows] == [True, True]
+
+
+def test_a_metric_that_is_asked_for_twice_is_one_column() -> None:
+    table = tabulate(group_runs([scored("a", 0, 0.5)]), ["val/accuracy", "steps", "val/accuracy"])
+    assert [column.name for column in table.columns if column.kind == "number"] == ["val/accuracy", "steps"]
+
+
+@pytest.mark.parametrize(
+    ("text", "latex"),
+    [
+        ("-1.234e-05", r"$-$1.234$\cdot 10^{-5}$"),
+        ("1e+20", r"1$\cdot 10^{20}$"),
+        ("-0.5", "$-$0.5"),
+        ("1,234", "1,234"),
+        ("a-b", "a-b"),
+        ("-x", "-x"),
+        ("1e-3 s", "1e-3 s"),
+    ],
+)
+def test_numbers_in_latex(text: str, latex: str) -> None:
+    assert formats.latex_text(text) == latex
+
+
 def test_seeds_are_averaged_and_the_best_mean_is_marked() -> None:
     values = {"mhla": (0.91, 0.93, 0.95), "linear": (0.90, 0.901, 0.8995), "softmax": (0.5,)}
     runs = [scored(kind, seed, value) for kind, of_kind in values.items() for seed, value in enumerate(of_kind)]

@@ -121,6 +121,17 @@ def test_a_sweep_trains_every_combination_once_and_compares(
     assert len(trained) == 8, "other words are another run, which resumes"
     record = json.loads((Path("runs/kinds") / names[0] / "run.json").read_text())
     assert [step for step, _ in record["metrics"]["val/loss"]] == [2, 4, 6]
+    for option, change in {
+        "--model.training.optimizer.lr=0.5": "model.training.optimizer.lr 0.002, not 0.5",
+        "--data.batch_size=359": "data.batch_size 718, not 359",
+        "--trainer.accumulate_grad_batches=2": "trainer.accumulate_grad_batches 1, not 2",
+        "--model.label_smoothing=0.2": "model.label_smoothing 0.1, not 0.2",
+    }.items():
+        capsys.readouterr()
+        assert sweep.run(["fit", *words, option]) == 2
+        assert f"was trained with {change}; choose another --run_dir" in capsys.readouterr().err
+        assert len(trained) == 8
+        assert json.loads((Path("runs/kinds") / names[0] / "run.json").read_text()) == record
 
 
 def test_a_run_that_fails_is_named_and_a_wrong_command_ends_the_sweep(
@@ -349,6 +360,44 @@ def test_a_folder_of_something_else_is_noticed(tmp_path: Path, monkeypatch: pyte
     )
     same = [CheckedRun(f"runs/{name}", [f"--config={config(tmp_path)}"]) for name in ("three", "../runs/three")]
     assert "runs/../runs/three: is also the folder of the run with --config=" in str(in_fork(same, True))
+
+
+def test_a_run_of_another_process_is_not_a_success(
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "run_command", lambda command, output=None: 0)
+    monkeypatch.setattr(sweep, "in_use", lambda folder: folder.name == "a=1")
+    assert sweep.run(["fit", "--sweep=a=1,2", "--run_dir=r"]) == 1
+    printed = capsys.readouterr().err
+    assert "[1/2] r/a=1: in use by another process" in printed
+    assert "in use by another process: a=1; the table has their earlier results" in printed
+
+
+def test_the_estimate_leaves_out_what_is_finished(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = sweep.SweepProgress(5, sweep.Console(), seconds=[10.0], done=1, ready=3)
+    assert progress.left() == "; 1 left, about 10 s"
+    progress.ready, progress.done = 0, 5
+    assert progress.left() == ""
+
+
+def test_the_page_names_runs_that_failed(
+    unchecked: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def train(command: list[str], output: Path) -> int:
+        if "--a=2" in command:
+            return 1
+        record(output.parent, {"seed_everything": 1})
+        return 0
+
+    monkeypatch.setattr(sweep, "run_command", train)
+    assert sweep.run(["fit", "--sweep=a=1,2", "--run_dir=r"]) == 1
+    assert "Left out, because they have no run.json: a=2." in Path("r/compared.html").read_text()
+    printed = capsys.readouterr().err
+    assert "failed: a=2" in printed
+    assert "runs without run.json" not in printed
 
 
 def test_the_progress_of_a_run_is_that_of_its_last_validation(tmp_path: Path) -> None:
@@ -702,6 +751,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
         "trainer.callbacks.Metrics": "a.Metrics", "trainer.callbacks.Metrics.n": 1,
         "trainer.callbacks.Metrics-2": "a.Metrics", "trainer.callbacks.Metrics-2.n": 2,
     }  # fmt: skip
+    assert lines[0].count("val/loss") == 2
     for name in ("none", "constant"):
         record(tmp_path / "other" / name, {}, metrics={} if name == "none" else {"val/loss": [[1, 2.0]]})
     with pytest.raises(SystemExit, match="no metric of these runs changes"):

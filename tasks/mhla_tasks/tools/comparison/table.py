@@ -189,13 +189,18 @@ def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Gr
     }
     if column.better is None or len(texts) < 2:
         return cells
-    best = texts[min(texts) if column.better == "min" else max(texts)]
-    places = len(best.partition(".")[2])
-    return [
-        # With a spread, an equal value may have a different text, such as 0.930 or 0.934 for 0.93.
-        replace(cell, best=competes and cell.value is not None and best in (cell.text, f"{cell.value:,.{places}f}"))
-        for cell, competes in zip(cells, competing, strict=True)
-    ]
+    value = min(texts) if column.better == "min" else max(texts)
+    best = texts[value]
+    # With a spread, the mean ends at the place of the spread, and 0.934 is equal to 0.93 ± 0.28.
+    has_spread = any(cell.spread for cell in cells if (cell.value, cell.text) == (value, best))
+    places = f",.{len(best.partition('.')[2])}f" if has_spread else ""
+
+    def is_best(cell: Cell) -> bool:
+        if cell.value is None:
+            return False
+        return best in (cell.text, texts.get(cell.value)) or (has_spread and format(cell.value, places) == best)
+
+    return [replace(cell, best=competes and is_best(cell)) for cell, competes in zip(cells, competing, strict=True)]
 
 
 def _metric_cell(metric: str, summary: Summary) -> Cell:
