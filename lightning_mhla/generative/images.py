@@ -97,7 +97,7 @@ class SampleWriter(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait until all processes have written their images, then complete the output on the first process.
 
-        With the output format ``"npz"``, the images in the file of pixels and the labels of all processes are written to
+        With the output format ``"npz"``, it writes the pixels and the labels that all processes stored to one file,
         ``samples.npz``.
         """
         labels = dict(sorted(gather_rows(trainer, self._labels)))

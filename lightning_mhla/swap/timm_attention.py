@@ -30,7 +30,7 @@ class _Swapped:
     """
 
     def forward(self: Any, x: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute the new attention, or the original attention if ``as_before`` is true.
+        """Compute the new attention, or the original attention if the attribute ``as_before`` is true.
 
         The signature is compatible with timm's ``Attention``, ``AttentionRope`` and ``EvaAttention``. B is the batch size, N
         the number of tokens, and C their width.
@@ -44,8 +44,8 @@ class _Swapped:
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if the new attention is called with a mask or for causal attention, or if N does not match the current
-                image.
+            ValueError: if the new attention is called with a mask or for causal attention, or if N is not the number of tokens
+                of the image that the model is processing.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own

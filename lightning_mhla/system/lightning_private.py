@@ -181,7 +181,7 @@ def steps_between_saves(callback: ModelCheckpoint) -> int:
 
 
 def prepared_batch(trainer: Trainer, module: LightningModule, batch: Any) -> Any:
-    """Apply to a batch the conversions that Lightning's loops apply before they move the batch to the device.
+    """Return a batch after the conversions that Lightning's loops apply before they move it to the device.
 
     Args:
         trainer: trainer whose precision plugin converts the batch.

@@ -283,7 +283,7 @@ def asked_options(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> Asked:
-    """Return the optimizer and schedule options of a configuration, without building an optimizer.
+    """Compute the options of each parameter group and the schedule of a run from its configuration, without an optimizer.
 
     Args:
         model: model to train.

@@ -135,8 +135,8 @@ def cheapest_cross_form(
 ) -> Literal["parallel", "chunked"]:
     """Estimate the multiply-adds of each cross-attention algorithm, and return the name of the cheaper one.
 
-    The estimate uses the same constants as :func:`cheapest_form`. Half of the cost of a token or block of self-attention counts
-    for the queries, and half for the keys.
+    The estimate uses the same constants as :func:`cheapest_form`: the cost of a token or a block of self-attention, of which a
+    query or a block of queries has one half, and a key or a block of keys the other.
 
     Args:
         tokens: number of queries and number of keys.

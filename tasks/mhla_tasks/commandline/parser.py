@@ -244,10 +244,14 @@ def saved_configuration(trainer: Trainer) -> SaveConfig | None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``fit``, ``validate``, ``test`` or ``predict``, and print a short message for each error that the user can fix.
+    """Run ``fit``, ``validate``, ``test`` or ``predict``.
 
     Args:
         args: command-line arguments without the name of the program; None to use ``sys.argv``.
+
+    Raises:
+        SystemExit: after an error that the user can fix, with a short message in place of a traceback; or if a signal stopped
+            the run.
     """
     prepare_streams()
     show_log(sys.stdout)

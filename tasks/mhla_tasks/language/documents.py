@@ -114,7 +114,7 @@ class DocumentEncoder:
         return rows
 
     def _dialogues(self, dialogues: Sequence[Dialogue]) -> list[tuple[str, list[int], np.ndarray | None]]:
-        """Return the text of each dialogue, its token indices, and the mask of the tokens that count, None for all."""
+        """Return for each dialogue its text, its token indices, and the mask of the tokens that are trained (None for all)."""
         if not dialogues:
             return []
         if self.tokenizer.chat_template is None:

@@ -49,11 +49,11 @@ def load_checkpoint(path: str | Path, live: bool = False) -> CausalLanguageModel
     """Load the language model of a training checkpoint, without running any code from it.
 
     Args:
-        path: path of the checkpoint or of a run's folder.
+        path: path of a checkpoint, or of a run's folder, whose latest checkpoint is loaded.
         live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Raises:
-        FileNotFoundError: if the path does not exist.
+        FileNotFoundError: if the path does not exist, or is a folder without a checkpoint.
         ValueError: if the checkpoint does not hold a language model, or cannot be read safely.
     """
     if not Path(path).exists():

@@ -52,8 +52,8 @@ class LinearizedModel(CausalLanguageModel):
 
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
-            this class, or of LanguageModel if its option network was set. The weights are not read if --ckpt_path supplies
-            them. null is only possible with such a checkpoint.
+            this class, or of LanguageModel if its option network was set. null requires --ckpt_path, which supplies the
+            weights; they are not read from here then.
         attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
             original model.
         layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
@@ -72,8 +72,8 @@ class LinearizedModel(CausalLanguageModel):
 
     Raises:
         FileNotFoundError: if there is no model at ``pretrained``.
-        ValueError: if ``pretrained`` is not set or is not a causal language model of transformers, or its attention cannot be
-            replaced as requested.
+        ValueError: if neither ``pretrained`` nor a checkpoint supplies the model, if the model is not a causal language model
+            of transformers, or if its attention cannot be replaced as requested.
     """
 
     def __init__(

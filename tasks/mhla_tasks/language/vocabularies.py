@@ -49,7 +49,7 @@ def _compared_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that belongs to pretrained weights, to compare its vocabulary.
+    """Load the tokenizer that belongs to pretrained weights, to compare its vocabulary with that of the data.
 
     Every process must call this function.
 
@@ -60,7 +60,7 @@ def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
         The tokenizer; None if the weights come without one. Also None, with a warning, if it cannot be read safely.
 
     Raises:
-        FileNotFoundError: if the path is a folder without a checkpoint.
+        FileNotFoundError: if the path is a folder that holds neither an exported model nor a checkpoint.
         ValueError: if the checkpoint cannot be read safely.
     """
     path = Path(pretrained)

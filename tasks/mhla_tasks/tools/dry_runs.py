@@ -36,7 +36,7 @@ from mhla_tasks.commandline.parser import SuiteCLI, short_type_errors
 from mhla_tasks.commandline.plan import make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source, mapping
-from mhla_tasks.tools.comparison.runs import flat, option_text, plain
+from mhla_tasks.tools.comparison.runs import SEED, flat, option_text, plain
 from mhla_tasks.tools.run_checks import CheckedRun
 
 LOCATIONS = ("train", "val")
@@ -145,6 +145,8 @@ def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
         return ""
     (source,), _ = move_keys([Source(str(path), mapping(read_yaml(path)))])
     trained, present = flat(source.values), flat(parse_yaml(command_line.saved))
+    if command_line.plan.configuration.get(SEED) is True:  # a new random seed for every start
+        present.pop(SEED, None)
     changes = [
         f"{key.replace('.init_args', '')} {option_text(trained[key]) or 'null'}, not {option_text(present[key]) or 'null'}"
         for key in trained

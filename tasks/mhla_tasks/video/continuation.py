@@ -272,14 +272,15 @@ class VideoContinuation(GenerativeModule):
             * ``pixels``: continued clips ``[n, F, C, H, W]`` uint8.
             * ``truth``: list of the true clips ``[F, C, H, W]`` uint8. They may be shorter if the batch has their lengths in
               the entry ``frames``.
-            * ``rows``: a dict for each clip with ``file`` (file name), ``prompt`` (the caption), ``index``, ``video`` (a digest
-              of the true clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued together).
+            * ``rows``: a dict for each clip with ``file`` (file name), ``prompt`` (the caption), ``index`` (in the data set),
+              ``video`` (a digest of the true clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued
+              together).
 
             Each row also has three lists with a number for each predicted frame:
 
             * ``frame_seconds``: time for all clips that are continued together.
             * ``state_bytes``: size of the generation states of one clip.
-            * ``error``: error relative to the norm of the true frame. The list ends with the true clip.
+            * ``error``: error relative to the norm of the true frame. There is no number after the end of the true clip.
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()
         levels = self.network.to_levels(batch["video"])

@@ -30,7 +30,7 @@ def loading(module: VideoDiffusion | VideoContinuation) -> str:
 
 
 def write(module: VideoDiffusion | VideoContinuation, folder: Path, adapters: Path | None = None) -> None:
-    """Export the transformer of a trained module to a folder that the code of :func:`loading` loads.
+    """Export the transformer of a trained module to a folder, which the Python code that :func:`loading` returns can load.
 
     Args:
         module: trained module.

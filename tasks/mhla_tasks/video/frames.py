@@ -158,11 +158,11 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         """Continue clips frame by frame, from generation states that represent all earlier frames.
 
         Args:
-            first: levels of the first frames, ``[B, F, C, H, W]`` int64.
+            first: first frames as levels, see :meth:`to_levels`, ``[B, F, C, H, W]`` int64.
             frames: number of frames of the complete clips, including the first ones.
 
         Yields:
-            Each new frame ``[B, 1, C, H, W]`` int64, and the size in bytes of the generation states of all clips.
+            Each new frame as levels, ``[B, 1, C, H, W]`` int64, and the size in bytes of the generation states of all clips.
 
         Raises:
             ValueError: if the attention does not support clips of that length, or ``frames`` does not exceed the number of

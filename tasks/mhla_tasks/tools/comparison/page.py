@@ -152,7 +152,7 @@ def write_page(
 
 
 def _swatch(index: int) -> str:
-    """Return an SVG line in the color of a group, followed by the number of its row."""
+    """Return HTML for the group with an index: a short line in its color, and the number of its row in the table."""
     line = f'<path d="M0 5H22"{dash(index)}/>'
     return f'<svg class="swatch {color_class(index)}" viewBox="0 0 22 8" aria-hidden="true">{line}</svg> {index + 1}'
 
