@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -357,7 +358,23 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
     return numbers
 
 
-def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
+def check_integers(values: Tensor, name: str) -> None:
+    """Check that a tensor holds integers along one axis. Its values are not read.
+
+    Args:
+        values: tensor to check.
+        name: name of the tensor, for the error message.
+
+    Raises:
+        ValueError: if the tensor has several axes or none, or if its dtype is not an integer dtype.
+    """
+    if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(
+            f"{name} must be a one-dimensional tensor of integers, got {values.dtype} {list(values.shape)}"
+        )
+
+
+def as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
     """Convert a sequence or a tensor of at least two integers to a tuple of Python integers.
 
     Args:
@@ -368,14 +385,11 @@ def _as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
         ValueError: if a value is not an integer, or if there are fewer than two values.
     """
     if isinstance(values, Tensor):
-        if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
-            raise ValueError(
-                f"{name} must be a one-dimensional tensor of integers, got {values.dtype} {list(values.shape)}"
-            )
+        check_integers(values, name)
         values = read_numbers(values, name)
-    integers = [as_index(value) for value in values]
+    integers = [as_index(value) for value in values] if isinstance(values, Iterable) else []
     if len(integers) < 2 or any(value is None for value in integers):
-        raise ValueError(f"{name} must be at least two integers, got {list(values)[:8]}")
+        raise ValueError(f"{name} must be at least two integers, got {reprlib.repr(values)}")
     return tuple(value for value in integers if value is not None)
 
 
@@ -397,7 +411,7 @@ def check_offsets(offsets: Tensor | Sequence[int], tokens: int, name: str = "blo
     Raises:
         ValueError: if the offsets do not increase from 0 to the number of tokens.
     """
-    integers = _as_integers(offsets, name)
+    integers = as_integers(offsets, name)
     _check_bounds(integers, tokens, name, least=1)
     return integers
 
@@ -435,7 +449,7 @@ def check_packed(
     if not (
         isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or is_traced() or isinstance(cu_seqlens, FakeTensor))
     ):
-        bounds = _as_integers(cu_seqlens, name)
+        bounds = as_integers(cu_seqlens, name)
         _check_bounds(bounds, tokens, name, least=0)
         for start, end in pairwise(bounds):
             if end > start:

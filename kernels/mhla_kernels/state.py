@@ -237,13 +237,13 @@ class BlockState:
         if is_traced():
             return False
         recording, inferring = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        for name in self.tensor_names:  # loops build no lists; this runs at every step
-            x: Tensor = getattr(self, name)
+        for x in others:  # loops build no lists; this runs at every step
+            if is_wrapped(x) or (recording and x.requires_grad):
+                return False
+        for name in self.tensor_names:
+            x = getattr(self, name)
             # outside inference mode, torch forbids writing to tensors that were made in it
             if x.requires_grad or is_wrapped(x) or (x.is_inference() and not inferring):
-                return False
-        for x in others:
-            if is_wrapped(x) or (recording and x.requires_grad):
                 return False
         return True
 

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.checks import check_packed
 from torch import Tensor
 from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
-from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.inputs import AttentionInputs, check_state
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.positions import sequence_positions
@@ -65,13 +67,18 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     @override
     def attend(self, inputs: AttentionInputs) -> Tensor:
-        positions = None if inputs.cu_seqlens is None else sequence_positions(inputs.x, inputs.cu_seqlens)
+        positions = None
+        if inputs.cu_seqlens is not None:
+            rows, tokens = inputs.x.shape[:2]
+            packed = check_packed(TokenLayout(tokens, 1), inputs.cu_seqlens, rows, None, True, lambda _: None)
+            positions = sequence_positions(inputs.x, packed.cu_seqlens)
         return self._gated(inputs, None, positions)
 
     @override
     def continue_from(
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
+        check_state(state, RecurrentState, self.config.kind)
         last = None if state is None else state.last
         previous_lengths = (0,) * len(counts) if state is None else state.lengths
         after = RecurrentState(
@@ -79,6 +86,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
             # no recurrence, whose state has a row for each row of the batch
             inputs.v.new_empty(len(counts), 0),
             self.conv.carry(inputs.v.flatten(2), last, counts),
+            self.config.kind,
         )
         return self._gated(inputs, last, None), after
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +38,22 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
         raise ValueError(
             f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
         )
+
+
+def check_state(state: Any, state_class: type, kind: str | None) -> None:
+    """Check that a generation state was made by a layer of the same kind of attention.
+
+    Args:
+        state: state to check; None at the start.
+        state_class: class of the states of this kind.
+        kind: name of the kind of attention of the layer.
+
+    Raises:
+        ValueError: if the state is of a different class or kind; the message names both.
+    """
+    if state is not None and not (isinstance(state, state_class) and getattr(state, "kind", None) == kind):
+        made = f"kind {state.kind!r}" if isinstance(getattr(state, "kind", None), str) else type(state).__name__
+        raise ValueError(f"the state is of {made}, but the layer is of kind {kind!r}; give it a state that it returned")
 
 
 @dataclass(frozen=True)

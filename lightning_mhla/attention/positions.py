@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from mhla_kernels import rotary_features
 from mhla_kernels.blocks import is_dynamic, on_device
+from mhla_kernels.checks import as_integers, check_integers
 from torch import Tensor
 from typing_extensions import override
 
@@ -112,11 +113,17 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
 
     Returns:
         ``[N]`` int64.
+
+    Raises:
+        ValueError: if ``cu_seqlens`` is not one axis of integers. The values of a tensor are not checked.
     """
     position = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
         return position
-    bounds = torch.as_tensor(cu_seqlens, device=x.device)
+    if not isinstance(cu_seqlens, Tensor):
+        cu_seqlens = torch.tensor(as_integers(cu_seqlens, "cu_seqlens"))
+    check_integers(cu_seqlens, "cu_seqlens")
+    bounds = cu_seqlens.to(x.device)
     # With `right`, a token at a bound belongs to the sequence that begins there.
     return position - bounds[torch.searchsorted(bounds, position, right=True) - 1]
 

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS, AttentionConfig
-from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.inputs import AttentionInputs, check_state
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.order import RasterOrder
@@ -67,19 +67,20 @@ class RecurrentState:
         memory: state of the recurrence, ``[B, H, Dk, Dv]``; empty for a layer without a recurrence.
         last: latest inputs of the short convolution, ``[B, taps - 1, channels]``, where each output depends on ``taps`` tokens;
             None without a convolution.
+        kind: name of the kind of attention, which every call with the state must share.
     """
 
     lengths: tuple[int, ...]
     memory: Tensor
     last: Tensor | None
+    kind: str
 
     def select(self, rows: Tensor) -> RecurrentState:
         """Return the state of the batch rows with indices ``rows``."""
         index = rows.to(self.memory.device)
         last = None if self.last is None else self.last.index_select(0, index)
-        return RecurrentState(
-            tuple(self.lengths[row] for row in rows.tolist()), self.memory.index_select(0, index), last
-        )
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        return RecurrentState(lengths, self.memory.index_select(0, index), last, self.kind)
 
     @property
     def bytes(self) -> int:
@@ -242,6 +243,7 @@ class RecurrentAttention(Attention):
     def continue_from(
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
+        check_state(state, RecurrentState, self.config.kind)
         batch, tokens = inputs.x.shape[:2]
         real = None
         if any(count < tokens for count in counts):
@@ -255,7 +257,7 @@ class RecurrentAttention(Attention):
             last = self.conv.carry(self._joined(inputs), last, counts)
         previous_lengths = (0,) * batch if state is None else state.lengths
         lengths = tuple(a + b for a, b in zip(previous_lengths, counts, strict=True))
-        return self.skip(out, operands), RecurrentState(lengths, memory, last)
+        return self.skip(out, operands), RecurrentState(lengths, memory, last, self.config.kind)
 
     def _joined(self, inputs: AttentionInputs) -> Tensor:
         return torch.cat([x.flatten(2) for x in (inputs.q, inputs.k, inputs.v)], -1)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from mhla_kernels.sequence_parallel import gather_shares
@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from lightning_mhla.attention.base import Attention
 from lightning_mhla.attention.config import MIXING_OPTIONS
-from lightning_mhla.attention.inputs import AttentionInputs
+from lightning_mhla.attention.inputs import AttentionInputs, check_state
 from lightning_mhla.attention.lepe import hide_rows
 from lightning_mhla.attention.order import GivenOrder
 from lightning_mhla.attention.sequence import SequenceShare
@@ -32,11 +32,15 @@ class KeyValueState:
         lengths: number of tokens so far in each row.
         keys: keys after rotary embedding, ``[B, capacity, Hkv, Dk]`` for Hkv key heads.
         values: values, ``[B, capacity, Hkv, Dv]``.
+        recorded: whether a backward pass may need the buffers, so that they must not be written to.
     """
+
+    kind: ClassVar[str] = "softmax"
 
     lengths: tuple[int, ...]
     keys: Tensor
     values: Tensor
+    recorded: bool = False
 
     def select(self, rows: Tensor) -> KeyValueState:
         """Return the state of the rows with indices ``rows``."""
@@ -53,7 +57,8 @@ class KeyValueState:
         """Append new keys and values, and return the new state.
 
         The keys and values are written into the existing buffers, which the new state shares with this one. Buffers that are
-        too small are first copied into new ones of at least twice the size.
+        too small are first copied into new ones of at least twice the size. Buffers that must not be written to are copied,
+        too: those that a backward pass may need, and outside inference mode those that were made in it.
 
         Args:
             keys: new keys, ``[B, N, Hkv, Dk]``.
@@ -61,20 +66,21 @@ class KeyValueState:
             counts: number of new tokens in each row; the rest of the row is padding, which is not stored.
         """
         after = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
-        room = self.keys.shape[1]
+        room, stored_keys, stored_values = self.keys.shape[1], self.keys, self.values
         if max(after, default=0) > room:
             # Doubled, so that copying takes constant time per token on average. The first buffer is as long as the prompt.
             more = max(max(after), 2 * room if room else 0) - room
-            grown = KeyValueState(self.lengths, *(F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values)))
-            return grown.append(keys, values, counts)
+            stored_keys, stored_values = (F.pad(x, (0, 0, 0, 0, 0, more)) for x in (self.keys, self.values))
+        elif self.recorded or (self.keys.is_inference() and not torch.is_inference_mode_enabled()):
+            stored_keys, stored_values = self.keys.clone(), self.values.clone()
         if len(set(self.lengths)) == 1 and len(set(counts)) == 1:
             added = slice(self.lengths[0], after[0])
-            self.keys[:, added], self.values[:, added] = keys[:, : counts[0]], values[:, : counts[0]]
+            stored_keys[:, added], stored_values[:, added] = keys[:, : counts[0]], values[:, : counts[0]]
         else:
             for row, (length, count) in enumerate(zip(self.lengths, counts, strict=True)):
                 added = slice(length, length + count)
-                self.keys[row, added], self.values[row, added] = keys[row, :count], values[row, :count]
-        return KeyValueState(after, self.keys, self.values)
+                stored_keys[row, added], stored_values[row, added] = keys[row, :count], values[row, :count]
+        return KeyValueState(after, stored_keys, stored_values)
 
 
 class SoftmaxAttention(Attention, kind="softmax"):
@@ -134,26 +140,39 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def continue_from(
         self, inputs: AttentionInputs, state: KeyValueState | None, counts: Sequence[int]
     ) -> tuple[Tensor, KeyValueState]:
+        check_state(state, KeyValueState, "softmax")
         (q, k), v = inputs.turned, inputs.v
-        batch, tokens = q.shape[:2]
+        batch = len(q)
         if state is None:
             state = KeyValueState(
                 (0,) * batch, k.new_empty(batch, 0, *k.shape[2:]), v.new_empty(batch, 0, *v.shape[2:])
             )
-        previous_lengths, state = state.lengths, state.append(k, v, counts)
+        after = state.append(k, v, counts)
+        out = self._read_state(q, after, state.lengths)
+        return out, replace(after, recorded=out.requires_grad)
+
+    def _read_state(self, q: Tensor, state: KeyValueState, previous_lengths: Sequence[int]) -> Tensor:
+        """Compute the outputs ``[B, N, H, Dv]`` of the latest tokens of each row.
+
+        Args:
+            q: queries after rotary embedding, ``[B, N, H, Dk]``.
+            state: keys and values of all tokens so far.
+            previous_lengths: number of tokens before the latest ones in each row.
+        """
+        tokens = q.shape[1]
         longest = max(state.lengths, default=0)
         keys, values = state.keys[:, :longest], state.values[:, :longest]
         even = len(set(state.lengths)) < 2
         # `is_causal` aligns query 0 with key 0, which is right only without previous tokens. A single new token sees all keys.
         if even and (tokens == 1 or (self.causal is True and not any(previous_lengths))):
-            return self._scaled(q, keys, values, is_causal=tokens > 1), state
+            return self._scaled(q, keys, values, is_causal=tokens > 1)
         if even and tokens == self.block_tokens:  # one block, which sees all tokens so far
-            return self._scaled(q, keys, values), state
+            return self._scaled(q, keys, values)
         position = torch.arange(longest, device=q.device)
         last = torch.tensor(previous_lengths, device=q.device)[:, None] + torch.arange(tokens, device=q.device)
         # Mask [B, N, longest] of the keys that each query sees.
         visible = self._is_earlier(position, last[..., None])
-        return self._scaled(q, keys, values, attn_mask=visible[:, None]), state
+        return self._scaled(q, keys, values, attn_mask=visible[:, None])
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:

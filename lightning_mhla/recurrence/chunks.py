@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from mhla_kernels.blocks import BlockPartition, TokenLayout
+from mhla_kernels.checks import as_integers
 from torch import Tensor
 
 
@@ -106,12 +107,12 @@ def check_bounds(cu_seqlens: Tensor | Sequence[int], q: Tensor) -> list[int]:
         q: queries, ``[B, N, H, Dk]``.
 
     Raises:
-        ValueError: if the bounds decrease or do not run from 0 to N, or if B is not 1.
+        ValueError: if the bounds are not integers, decrease or do not run from 0 to N, or if B is not 1.
     """
-    bounds = [int(bound) for bound in (cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens)]
+    bounds = list(as_integers(cu_seqlens, "cu_seqlens"))
     if len(q) != 1:
         raise ValueError(f"cu_seqlens needs a batch of one row, but q has {len(q)} rows")
-    rising = len(bounds) > 1 and all(start <= end for start, end in pairwise(bounds))
+    rising = all(start <= end for start, end in pairwise(bounds))
     if not rising or bounds[0] != 0 or bounds[-1] != q.shape[1]:
         raise ValueError(f"cu_seqlens={bounds} must rise from 0 to the number of tokens, {q.shape[1]}")
     return bounds
