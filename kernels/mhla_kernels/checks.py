@@ -19,7 +19,7 @@ from torch import Tensor
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.features import FeatureMap
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
-from mhla_kernels.problem import Causal, Problem, Weighting
+from mhla_kernels.problem import Causal, Problem, Weighting, default_scale
 from mhla_kernels.torch_private import FakeTensor, assert_async, has_values, is_mapped, is_traced, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -117,7 +117,7 @@ def check_weighting(
     if normalize and not eps > 0:
         raise ValueError(f"eps={eps} must be positive: the output of a row that sees no key is divided by it")
     if not normalize:
-        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        scale = default_scale(q.shape[-1]) if scale is None else float(scale)
     return Weighting(causal, scale, eps)
 
 

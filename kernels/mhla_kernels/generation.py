@@ -225,7 +225,7 @@ def mhla_step(
         # [B, H, W]: finished blocks, and the open block including the new tokens with its own coefficient m[i, i]
         mixture = torch.addcmul(opened.mixture, coefficients, total)
         width = key_width * v.shape[-1]
-        out = q @ mixture[..., :width].unflatten(-1, (key_width, -1))
+        out = q @ mixture[..., :width].unflatten(-1, (key_width, v.shape[-1]))
         # The last K numbers are the mixed sums of the keys. [B, H, C, 1], with C = 1 for a single token.
         total_weight = (q * mixture[..., None, width:]).sum(-1, keepdim=True)
         out = out / (total_weight + eps) if problem.weighting.scale is None else out * problem.weighting.scale

@@ -116,6 +116,14 @@ def dtype_of_sums(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if torch.float64 in [x.dtype for x in tensors] else torch.float32
 
 
+def default_scale(width: int) -> float:
+    """Return the default factor on products of queries and keys with ``width`` features, ``width ** -0.5``.
+
+    Without features, all products are zero, and the factor is 1.
+    """
+    return max(1, width) ** -0.5
+
+
 def repeat_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Repeat keys and values for every query head: with Hkv key heads, query head h uses key head ``h // (H / Hkv)``.
 

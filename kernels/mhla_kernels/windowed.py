@@ -45,7 +45,7 @@ from mhla_kernels.checks import (
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
-from mhla_kernels.problem import Problem, nothing, repeat_heads
+from mhla_kernels.problem import Problem, default_scale, nothing, repeat_heads
 from mhla_kernels.windowed_all import attend_all
 from mhla_kernels.windowed_blocks import InBlocks
 
@@ -131,9 +131,9 @@ def mhla_window_attention(
     )
     grid = _check_grid(problem, block_grid, causal, sinks)
     check_sink_queries(sink_q, q, causal)
-    if v.numel() == 0 or q.numel() == 0:
+    if v.numel() == 0 or q.shape[2] == 0:
         return nothing_far(problem, q_features, k_features, far, sink_q)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(q.shape[-1]) if scale is None else scale
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
         q, k, v, f, g = (x.to(problem.accumulate) for x in (q, k, v, q_features, k_features))

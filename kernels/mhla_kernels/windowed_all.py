@@ -139,7 +139,7 @@ class Window(NamedTuple):
             out = attend(0, number)
         else:
             # a few blocks at a time: their gathered keys and values fit into the cache, and memory is reused
-            step = max(1, GATHERED // (x.k[:, :, 0].numel() * block.shape[1]))
+            step = max(1, GATHERED // max(1, x.k[:, :, 0].numel() * block.shape[1]))
             out = torch.cat([attend(first, at_most(first + step, number)) for first in range(0, number, step)], 2)
         out = self.blocks.merge(out)
         if not sinks:

@@ -38,7 +38,7 @@ from mhla_kernels.generation import (
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
-from mhla_kernels.problem import Problem, repeat
+from mhla_kernels.problem import Problem, default_scale, repeat
 from mhla_kernels.state import (
     BlockState,
     Draft,
@@ -153,7 +153,7 @@ def mhla_window_prefill(
     check_reach(mixing, block_size, state.lengths, counts)
     if not any(counts):
         return nothing_far(problem, q_features, k_features, far, sink_q), state.select(range(batch))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(q.shape[-1]) if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         writes = state.may_write(q, k, v, q_features, k_features, *mixing.tensors.values())
@@ -212,7 +212,7 @@ def mhla_window_prefill(
             sink_q = in_blocks(sink_q, offsets, block_size) * scale
         near = CausalWindow(repeated[2], repeated[3], visible_before, repeated[4], repeated[5], sinks_visible, sink_q)
         placed = InBlocks(q_blocks * scale, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
-        out = near.attend(placed, _with_totals(mixed, f.shape[-1]))
+        out = near.attend(placed, _with_totals(mixed, f.shape[-1], v.shape[-1]))
         after = _close(start, new_blocks, sink_tokens, sums, counts, firsts, mixing, writes)
         return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
 
@@ -272,7 +272,7 @@ def mhla_window_step(
     problem = check_window(q, k, v, f, g, mixing, block_size)
     state.check(_kind_of(f, k, v, mixing, block_size, sinks), len(q), q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, (1,) * len(q))
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = default_scale(q.shape[-1]) if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         writes = state.may_write(q, k, v, f, g, *mixing.tensors.values())
@@ -307,7 +307,7 @@ def mhla_window_step(
         visible = torch.cat([torch.arange(sinks, device=q.device) <= position[:, None], in_window], 1)[:, None, None]
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
         far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
-        mixture = _with_totals(opened.mixture, f.shape[-1])
+        mixture = _with_totals(opened.mixture, f.shape[-1], v.shape[-1])
         near = [NearTokens(keys, values, visible)]
         if sink_q is not None and sinks:
             sink_query = (sink_q.to(problem.accumulate) * scale)[:, :, None]
@@ -349,18 +349,19 @@ def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
     return MHLAWindowState((0,) * len(k), **tensors, kind=kind, previous=zeros.clone(), keys=keys, values=values)
 
 
-def _with_totals(mixed: Tensor, width: int) -> Tensor:
+def _with_totals(mixed: Tensor, width: int, value_width: int) -> Tensor:
     """Reshape mixed block summaries to matrices whose last column holds the sums of weights.
 
     Args:
         mixed: mixed summaries, ``[..., K V + K]``: K V sums of weighted values, then K sums of weights.
         width: width K of a key's features.
+        value_width: width V of a value.
 
     Returns:
         ``[..., K, V + 1]``.
     """
-    values = mixed.shape[-1] - width
-    return torch.cat([mixed[..., :values].unflatten(-1, (width, -1)), mixed[..., values:, None]], -1)
+    sums = mixed[..., : width * value_width].unflatten(-1, (width, value_width))
+    return torch.cat([sums, mixed[..., width * value_width :, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:

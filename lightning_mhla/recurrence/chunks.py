@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from mhla_kernels.blocks import BlockPartition, TokenLayout
 from mhla_kernels.checks import as_integers
+from mhla_kernels.problem import default_scale
 from torch import Tensor
 
 
@@ -86,7 +87,11 @@ def check(
     Raises:
         ValueError: if shapes do not match, ``cu_seqlens`` decreases or does not run from 0 to N, or packed sequences are in
             more than one row.
+        TypeError: if q, k or v does not hold floating-point numbers.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise TypeError(f"{name} is {x.dtype}; it must be a floating-point tensor, such as float32 or bfloat16")
     if q.dim() != 4 or q.shape != k.shape or v.dim() != 4 or v.shape[:3] != q.shape[:3]:
         raise ValueError(
             f"q and k must be [B, N, H, Dk] and v [B, N, H, Dv]; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}"
@@ -168,7 +173,7 @@ def prepare(
         if initial_state is None
         else initial_state.to(wide)
     )
-    q = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    q = q.to(wide) * (default_scale(q.shape[-1]) if scale is None else scale)
     q, k, v_split = (partition.split(x.to(wide)) for x in (q, k, v))
     return ChunkedInputs(q, k, v_split, initial, chunks, partition, v.dtype)
 

@@ -50,6 +50,7 @@ def retention(
 
     Raises:
         ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
+        TypeError: if q, k or v does not hold floating-point numbers.
     """
     check_gate("decay", decay, q.shape[2:3])
     log_decay = -decay.expand(q.shape[:3])
@@ -95,6 +96,7 @@ def state_space_dual(
 
     Raises:
         ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
+        TypeError: if q, k or v does not hold floating-point numbers.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape[:3])

@@ -49,6 +49,7 @@ def gated_linear_attention(
 
     Raises:
         ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
+        TypeError: if q, k or v does not hold floating-point numbers.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)
     check_gate("log_decay", log_decay, q.shape)

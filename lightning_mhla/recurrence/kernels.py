@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import torch
 from mhla_kernels.backend import BACKENDS
+from mhla_kernels.problem import default_scale
 from torch import Tensor
 
 
@@ -77,7 +78,7 @@ def run(
         k.to(q.dtype),
         v.to(q.dtype),
         g=log_decay.float(),
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=default_scale(q.shape[-1]) if scale is None else scale,
         initial_state=None if state is None else state.float(),
         output_final_state=True,
         cu_seqlens=None if bounds is None else torch.tensor(bounds, dtype=torch.int64, device=q.device),

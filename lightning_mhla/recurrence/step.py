@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from mhla_kernels.problem import default_scale
 from torch import Tensor
 
 
@@ -40,5 +41,5 @@ def one_token(
     if beta is not None:
         value = beta[:, 0, :, None].to(wide) * (value - (key[..., None, :] @ state)[..., 0, :])
     state = state + key[..., None] * value[..., None, :]
-    query = query * (width**-0.5 if scale is None else scale)
+    query = query * (default_scale(width) if scale is None else scale)
     return (query[..., None, :] @ state).transpose(1, 2).to(v.dtype), state

@@ -128,6 +128,36 @@ def test_where_there_is_nothing_outputs_are_zeros_and_everything_gets_a_gradient
         assert (gradient == 0).all()
 
 
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
+@pytest.mark.parametrize("causal", [False, True, "block"])
+@pytest.mark.parametrize("options", [{}, {"cu_seqlens": [0, 4, 10]}, {"key_mask": torch.ones(1, 10).bool()}], ids=str)
+def test_without_features_outputs_are_zeros(options: dict[str, Any], causal: Any, normalize: bool) -> None:
+    q, v = torch.rand(1, 10, 2, 0), torch.rand(1, 10, 2, 5)
+    mixing = ExponentialMixing(torch.rand(2), torch.rand(2))
+    for form in ("auto", "chunked", "parallel", "reference", "spanning"):
+        out = mhla_attention(q, q, v, mixing, block_size=4, causal=causal, normalize=normalize, form=form, **options)
+        assert out.shape == v.shape
+        assert not out.any()
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
+@pytest.mark.parametrize("mixing", [M, ExponentialMixing(torch.rand(2), torch.rand(2))], ids=["dense", "exponential"])
+def test_without_features_there_are_matrices_states_and_cross_attention(mixing: Any, normalize: bool) -> None:
+    q, v = torch.rand(1, 10, 2, 0), torch.rand(1, 10, 2, 5)
+    options: dict[str, Any] = {"block_size": 4, "normalize": normalize}
+    assert not attention_matrix(q, q, mixing, **options).any()
+    assert not mhla_attention(q, q[:, :9], v[:, :9], mixing, key_block_size=3, **options).any()
+    out, state = mhla_prefill(q[:, :3], q[:, :3], v[:, :3], mixing, **options)
+    outs = [out]
+    for t in (3, 4):
+        out, state = mhla_step(q[:, t], q[:, t], v[:, t], mixing, state, **options)
+        outs.append(out[:, None])
+    out, state = mhla_prefill(q[:, 5:], q[:, 5:], v[:, 5:], mixing, state=state, **options)
+    out = torch.cat([*outs, out], 1)
+    assert out.shape == v.shape
+    assert not out.any()
+
+
 def test_resize_mixing_keeps_the_same_grid_and_row_sums() -> None:
     mixing = torch.rand(2, 12, 12)
     mixing = mixing / mixing.sum(-1, keepdim=True)

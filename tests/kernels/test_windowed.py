@@ -85,7 +85,7 @@ def by_pairs(
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k, v))
     position = torch.arange(tokens)
     block = position // SIZE
-    near = torch.einsum("bthd,bjhd->bhtj", q, k) * q.shape[-1] ** -0.5
+    near = torch.einsum("bthd,bjhd->bhtj", q, k) * max(1, q.shape[-1]) ** -0.5
     if sink_q is not None:
         of_sinks = torch.einsum("bthd,bjhd->bhtj", sink_q, k) * q.shape[-1] ** -0.5
         near = torch.where(position < sinks, of_sinks, near)
@@ -420,6 +420,27 @@ def test_nothing_to_attend_to() -> None:
             4,
             WIDTH["value"],
         )
+
+
+@pytest.mark.parametrize("empty", ["keys", "features", "keys and features"])
+@pytest.mark.parametrize("kind", mixings())
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_keys_and_features_without_entries(empty: str, kind: str, sinks: int) -> None:
+    """Without keys, all near tokens have the same weight; without features, far tokens have none."""
+    mixing, inputs = mixings()[kind], tensors(19)
+    if "keys" in empty:
+        inputs[:2] = [x[..., :0] for x in inputs[:2]]
+    if "features" in empty:
+        inputs[3:5] = [x[..., :0] for x in inputs[3:5]]
+    options: dict[str, Any] = {"block_size": SIZE, "sinks": sinks}
+    want = by_pairs(*inputs, matrix_of(mixing), sinks)
+    out = mhla_window_attention(*inputs[:5], mixing, far=inputs[5], **options)
+    torch.testing.assert_close(out, want, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(run(inputs, mixing, [6, 1, 5, 1, 1, 5], sinks)[0], want, rtol=1e-10, atol=1e-10)
+    with torch.no_grad():
+        matrix = mixing[..., :5, :5] if isinstance(mixing, Tensor) else mixing
+        all_tokens = mhla_window_attention(*inputs[:5], matrix, far=inputs[5], causal=False, **options)
+    assert all_tokens.isfinite().all()
 
 
 @pytest.mark.parametrize(

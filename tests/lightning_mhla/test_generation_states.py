@@ -1,4 +1,4 @@
-"""States of layers in generation: gradients through them, inference mode, and states of other kinds of attention.
+"""States of layers in generation: gradients through them, inference mode, and states of different kinds of attention.
 
 Bounds of packed sequences are here too: each kind that takes them rejects those that are wrong.
 """

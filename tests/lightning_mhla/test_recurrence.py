@@ -272,3 +272,25 @@ def test_on_a_gpu_the_kernels_are_used_unless_pytorch_is_asked_for(
     assert not kernels.chosen("auto", q, widest=8)
     with pytest.raises(ValueError, match="keys of at most 8 features"):
         kernels.chosen("triton", q, widest=8)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("tokens", [1, 10, 70])
+def test_without_key_features_outputs_are_zeros(name: str, tokens: int) -> None:
+    inputs = [x.requires_grad_() for x in operands(name, tokens, widths=(0, 5), batch=1)]
+    for options in ({}, {"initial_state": torch.zeros(1, 3, 0, 5)}, {"cu_seqlens": [0, 1, tokens]}):
+        out, final = OPERATORS[name](*inputs, **options)
+        assert out.shape == inputs[2].shape
+        assert not out.any()
+        assert final.shape == (2 if "cu_seqlens" in options else 1, 3, 0, 5)
+        assert not torch.autograd.grad(out.sum(), inputs[2])[0].any()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize("which", ["q", "k", "v"])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_only_floating_point_numbers_are_taken(name: str, which: str, dtype: torch.dtype) -> None:
+    inputs = operands(name, 10)
+    inputs["qkv".index(which)] = inputs["qkv".index(which)].to(dtype)
+    with pytest.raises(TypeError, match=f"{which} is {dtype}; it must be a floating-point tensor"):
+        OPERATORS[name](*inputs)

@@ -460,7 +460,7 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
     complete = groups * group == blocks
     x = summary if complete else F.pad(summary, (0, 0, 0, groups * group - blocks))
     # [B H groups, G, W]
-    x = x.reshape(-1, group, width)
+    x = x.reshape(batch * heads * groups, group, width)
     index = torch.arange(group, device=summary.device, dtype=summary.dtype)
     within = _kernel(amplitude, decay, (index[:, None] - index[None, :]).abs()).tril(-1)
 
@@ -474,14 +474,19 @@ def earlier(summary: Tensor, amplitude: Tensor, decay: Tensor) -> Tensor:
         # A group is written as seen from its last block and read from there, so that no exponential exceeds 1.
         reading = amplitude[:, None] * (-decay[:, None] * (index[:, None] + 1)).exp()  # [H, G, R]
         writing = (-decay[..., None] * (group - 1 - index)).exp()  # [H, R, G]
-        sums = torch.bmm(everywhere(writing), x).view(batch, heads, groups, -1, width).transpose(2, 3).flatten(1, 2)
+        sums = (
+            torch.bmm(everywhere(writing), x)
+            .view(batch, heads, groups, writing.shape[1], width)
+            .transpose(2, 3)
+            .flatten(1, 2)
+        )
         # Shifted by one group. The sum of the last group is not read, and padding of that group does not matter.
         preceding = F.pad(finite_(sums)[:, :, :-1], (0, 0, 1, 0))  # [B, H R, groups, W]
         fading = (group * decay).expand(heads, -1).reshape(-1, 1)
         states = preceding + earlier(preceding, torch.ones_like(fading), fading)  # the groups are a sequence themselves
         states = states.unflatten(1, (heads, -1)).transpose(2, 3).flatten(0, 2)
         out = torch.baddbmm(torch.bmm(everywhere(reading), states), everywhere(within), x)
-    out = out.view(batch, heads, -1, width)
+    out = out.view(batch, heads, groups * group, width)
     return out if complete else out[:, :, :blocks]
 
 
