@@ -138,8 +138,9 @@ def mhla_attention(
     Raises:
         ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
             decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
-        TypeError: if q, k or v has a dtype other than float32, bfloat16 and float64 (float16 sums overflow), or if ``mixing``
-            is neither a floating-point tensor nor a :class:`mhla_kernels.mixing.Mixing`.
+        TypeError: if q, k or v has a dtype other than float32, bfloat16 and float64 (float16 sums overflow), if one of them or
+            a mask is not a tensor, or if ``mixing`` is neither a floating-point tensor nor a
+            :class:`mhla_kernels.mixing.Mixing`.
     """
     check_form_and_backend(form, backend)
     if is_cross(q, k, key_block_size, key_block_offsets, query_mask, key_cu_seqlens):

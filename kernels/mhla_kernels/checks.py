@@ -52,7 +52,7 @@ def check_problem(
     causal = "block" if causal == "block" else bool(causal)
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     _check_mixing(mixing, q, bool(causal))
     tokens = q.shape[1]
     weighting = check_weighting(q, causal, normalize, scale, eps, feature_map)
@@ -121,6 +121,12 @@ def check_weighting(
     return Weighting(causal, scale, eps)
 
 
+def check_is_tensor(name: str, x: Any) -> None:
+    """Raise TypeError unless ``x``, the argument with the given name, is a tensor."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
+
+
 def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
     """Check the dtype and the shape of a mask of tokens.
 
@@ -132,7 +138,9 @@ def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
 
     Raises:
         ValueError: if the mask is not bool, or is not ``[B, N]``.
+        TypeError: if the mask is not a tensor.
     """
+    check_is_tensor(name, mask)
     if mask.dtype != torch.bool or mask.shape != tokens.shape[:2]:
         raise ValueError(
             f"{name} is {mask.dtype} {list(mask.shape)}; it must be bool [B, {letter}] = {list(tokens.shape[:2])}"
@@ -187,9 +195,10 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
 
     Raises:
         ValueError: if a tensor does not have four axes.
-        TypeError: if a dtype is not float32, bfloat16 or float64.
+        TypeError: if one of them is not a tensor, or if a dtype is not float32, bfloat16 or float64.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} is {x.dtype}; use float32 or bfloat16 (float16 is not supported: sums over a block overflow)"
@@ -198,7 +207,13 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, D]")
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Check the types of q, k and v for self-attention, and that their shapes fit together.
+
+    Raises:
+        ValueError: if a shape does not fit the others.
+        TypeError: if a dtype is not float32, bfloat16 or float64.
+    """
     check_types(q, k, v)
     heads, shared = q.shape[2], k.shape[2]
     if (q.shape[:2], q.shape[3]) != (k.shape[:2], k.shape[3]) or (heads != shared and (not shared or heads % shared)):
@@ -242,9 +257,12 @@ def check_block_size(block_size: int, name: str = "block_size") -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """Convert a Python, NumPy or torch integer to a Python integer; return None for booleans and for any other value."""
-    if isinstance(value, int):
-        return None if isinstance(value, bool) else value
+    """Convert a Python, NumPy or torch integer to a Python integer; return None for booleans and for any other value.
+
+    Symbolic integers of a graph are returned unchanged.
+    """
+    if isinstance(value, int | torch.SymInt):
+        return None if isinstance(value, bool) else value  # type: ignore[return-value]  # a symbol stands for an int
     try:
         return operator.index(value)
     except TypeError:
@@ -358,6 +376,29 @@ def read_numbers(values: Tensor, name: str) -> list[Any]:
     return numbers
 
 
+def as_indices(values: Any, name: str) -> list[int] | None:
+    """Convert a tensor or a sequence of integers to a list of Python integers; return None for any other value.
+
+    Args:
+        values: integers along one axis.
+        name: name of the argument, for the error message.
+
+    Raises:
+        ValueError: if ``torch.vmap`` maps over a tensor, so that its values differ between the mapped calls.
+    """
+    if isinstance(values, Tensor):
+        values = read_numbers(values, name)
+    if not isinstance(values, Iterable):
+        return None
+    integers = []
+    for value in values:
+        integer = as_index(value)
+        if integer is None:
+            return None
+        integers.append(integer)
+    return integers
+
+
 def check_integers(values: Tensor, name: str) -> None:
     """Check that a tensor holds integers along one axis. Its values are not read.
 
@@ -386,11 +427,10 @@ def as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
     """
     if isinstance(values, Tensor):
         check_integers(values, name)
-        values = read_numbers(values, name)
-    integers = [as_index(value) for value in values] if isinstance(values, Iterable) else []
-    if len(integers) < 2 or any(value is None for value in integers):
+    integers = as_indices(values, name)
+    if integers is None or len(integers) < 2:
         raise ValueError(f"{name} must be at least two integers, got {reprlib.repr(values)}")
-    return tuple(value for value in integers if value is not None)
+    return tuple(integers)
 
 
 def _check_bounds(values: tuple[int, ...], tokens: int, name: str, least: int) -> None:

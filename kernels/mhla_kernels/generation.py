@@ -8,6 +8,7 @@ terms, ``W = K V + K`` numbers of a summary.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +19,14 @@ from torch.nn import functional as F
 from mhla_kernels.attention import mhla_attention, without_autocast
 from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, at_most, divide_up, on_device
-from mhla_kernels.checks import as_index, check_block_size, check_devices, check_problem, read_numbers
+from mhla_kernels.checks import (
+    as_indices,
+    check_block_size,
+    check_devices,
+    check_is_tensor,
+    check_problem,
+    check_tensors,
+)
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
@@ -88,11 +96,15 @@ def mhla_prefill(
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_tokens(q)
+    check_tensors(q, k, v)
     check_causal(causal)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, tokens = q.shape[:2]
     counts = count_tokens(lengths, batch, tokens)
+    q, k, v = without_padding(counts, q, k, v)
     check_form_and_backend(form, backend)
+    if state is not None:
+        check_state(state, MHLAState, "mhla_prefill")
     previous_lengths = state.lengths if state is not None else (0,) * batch
     mask = mask_of_counts(counts, q)
     problem = check_problem(
@@ -117,10 +129,11 @@ def mhla_prefill(
             )  # fmt: skip
             start = MHLAState((0,) * batch, **empty_tensors(q, v, mixing, problem.accumulate), kind=kind)
             blocks = summaries(*(in_blocks(x, (0,) * batch, block_size) for x in mapped[1:]))
-            return out, close(start, blocks, counts, mixing, start.may_write(*mapped, *mixing.tensors.values()))
+            after = close(start, blocks, counts, mixing, start.may_write(*mapped, *mixing.tensors.values()))
+            return with_padding(out, tokens), after
         # A copy, so that donating the result later leaves `state` as it is.
         if not any(counts):
-            return nothing(problem), state.select(range(batch))
+            return with_padding(nothing(problem), tokens), state.select(range(batch))
         writes = state.may_write(*mapped, *mixing.tensors.values())
         piece = begin(state, counts, mixing, writes)
         start = piece.start
@@ -130,7 +143,7 @@ def mhla_prefill(
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, problem.weighting)
         blocks = add_to_first(summaries(k_blocks, v_blocks), start.open)
         after = close(start, blocks, counts, mixing, writes)
-        return take_back(out, piece.offsets, tokens, mask).to(v.dtype), after
+        return with_padding(take_back(out, piece.offsets, q.shape[1], mask).to(v.dtype), tokens), after
 
 
 def mhla_step(
@@ -255,6 +268,7 @@ def check_tokens(q: Tensor) -> None:
     Raises:
         ValueError: if ``q`` does not have four axes; the message names the function for a single token.
     """
+    check_is_tensor("q", q)
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
 
@@ -318,11 +332,27 @@ def count_tokens(lengths: Tensor | Sequence[int] | None, batch: int, tokens: int
     """
     if lengths is None:
         return (tokens,) * batch
-    values = read_numbers(lengths, "lengths") if isinstance(lengths, Tensor) else list(lengths)
-    counts = tuple(count for count in map(as_index, values) if count is not None and 0 <= count <= tokens)
-    if not len(counts) == len(values) == batch:
-        raise ValueError(f"lengths must be {batch} integers from 0 to N={tokens}, one for each row, got {values[:8]}")
-    return counts
+    counts = as_indices(lengths, "lengths")
+    if counts is None or len(counts) != batch or not all(0 <= count <= tokens for count in counts):
+        shown = reprlib.repr(lengths.tolist() if isinstance(lengths, Tensor) else lengths)
+        raise ValueError(f"lengths must be {batch} integers from 0 to N={tokens}, one for each row, got {shown}")
+    return tuple(counts)
+
+
+def without_padding(counts: Sequence[int], *tensors: Tensor) -> list[Tensor]:
+    """Return views of tensors ``[B, N, ...]`` that end with the last token of the longest row.
+
+    Args:
+        counts: number of tokens in each row, without padding.
+        tensors: tensors with padding on the right of each row.
+    """
+    longest = max(counts, default=0)
+    return [x[:, :longest] for x in tensors]
+
+
+def with_padding(out: Tensor, tokens: int) -> Tensor:
+    """Append zeros to outputs ``[B, N', H, V]`` so that each row has ``tokens`` entries."""
+    return F.pad(out, (0, 0, 0, 0, 0, tokens - out.shape[1])) if out.shape[1] < tokens else out
 
 
 def mask_of_counts(counts: Sequence[int], q: Tensor) -> Tensor | None:

@@ -15,6 +15,7 @@ a summary (the K V sums of key-value products, row by row, then the K sums of ke
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import as_index, read_numbers
+from mhla_kernels.checks import as_indices
 from mhla_kernels.mixing import Mixing, Rows
 from mhla_kernels.pytrees import register
 from mhla_kernels.torch_private import is_traced, is_wrapped
@@ -524,11 +525,8 @@ def _indices(rows: Tensor | Sequence[int], batch: int) -> list[int]:
     Raises:
         ValueError: if an index is not an integer or is out of range.
     """
-    if isinstance(rows, Tensor):
-        if rows.dtype == torch.bool or rows.is_floating_point() or rows.dim() != 1:
-            raise ValueError(f"rows must be one dimension of integer indices, got {rows.dtype} {list(rows.shape)}")
-        rows = read_numbers(rows, "rows")
-    chosen = [as_index(row) for row in rows]
-    if any(row is None or not 0 <= row < batch for row in chosen):
-        raise ValueError(f"rows must be integer indices from 0 to {batch - 1}, got {list(rows)[:8]}")
-    return [row for row in chosen if row is not None]
+    chosen = as_indices(rows, "rows")
+    if chosen is None or not all(0 <= row < batch for row in chosen):
+        shown = reprlib.repr(rows.tolist() if isinstance(rows, Tensor) else rows)
+        raise ValueError(f"rows must be integer indices from 0 to {batch - 1}, got {shown}")
+    return chosen

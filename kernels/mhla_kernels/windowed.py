@@ -288,6 +288,13 @@ def _later(x: Tensor) -> Tensor:
     return torch.cat([torch.zeros_like(x[:, :, :1]), x], 2)[:, :, :-1]
 
 
+def check_feature_shapes(q: Tensor, q_features: Tensor, k_features: Tensor) -> None:
+    """Raise ValueError unless the features of queries and keys are ``[B, N, H, K]`` for queries ``[B, N, H, Dk]``."""
+    for name, x in (("q_features", q_features), ("k_features", k_features)):
+        if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
+            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")
+
+
 def check_window(
     q: Tensor,
     k: Tensor,
@@ -308,9 +315,7 @@ def check_window(
     """
     if causal not in (False, True):
         raise ValueError(f"causal={causal!r} is not one of False, True; causal='block' is for mhla_attention")
-    for name, x in (("q_features", q_features), ("k_features", k_features)):
-        if x.dim() != 4 or x.shape[:3] != q.shape[:3] or x.shape[-1] != q_features.shape[-1]:
-            raise ValueError(f"{name} has shape {list(x.shape)}; it must be [B, N, H, K] for q of {list(q.shape)}")
+    check_feature_shapes(q, q_features, k_features)
     problem = check_problem(
         q, k, v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=False,
         key_mask=key_mask, cu_seqlens=cu_seqlens,

@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import on_device
-from mhla_kernels.checks import check_block_size
+from mhla_kernels.checks import check_block_size, check_tensors
 from mhla_kernels.finite import finite_
 from mhla_kernels.generation import (
     add_to_first,
@@ -35,6 +35,8 @@ from mhla_kernels.generation import (
     mask_of_counts,
     summaries,
     take_back,
+    with_padding,
+    without_padding,
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
@@ -49,7 +51,14 @@ from mhla_kernels.state import (
     groups_of_rows,
     kind_of,
 )
-from mhla_kernels.windowed import CausalWindow, check_sink_queries, check_window, heads_last, nothing_far
+from mhla_kernels.windowed import (
+    CausalWindow,
+    check_feature_shapes,
+    check_sink_queries,
+    check_window,
+    heads_last,
+    nothing_far,
+)
 from mhla_kernels.windowed_blocks import InBlocks
 
 
@@ -142,17 +151,27 @@ def mhla_window_prefill(
     """
     check_tokens(q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
-    batch, tokens = q.shape[:2]
-    counts = count_tokens(lengths, batch, tokens)
-    problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q), sinks=sinks)
+    batch, padded = q.shape[:2]
+    counts = count_tokens(lengths, batch, padded)
+    check_tensors(q, k, v)
+    check_feature_shapes(q, q_features, k_features)
     check_sink_queries(sink_q, q)
+    if far is not None:
+        far = without_padding(counts, far.expand(q.shape[:3]))[0]
+    if sink_q is not None:
+        sink_q = without_padding(counts, sink_q)[0]
+    q, k, v, q_features, k_features = without_padding(counts, q, k, v, q_features, k_features)
+    tokens = q.shape[1]
+    problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q), sinks=sinks)
     kind = _kind_of(q_features, k, v, mixing, block_size, sinks)
     if state is None:
         state = _empty(problem, q_features, kind)
+    check_state(state, MHLAWindowState, "mhla_window_prefill")
     state.check(kind, batch, q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, counts)
     if not any(counts):
-        return nothing_far(problem, q_features, k_features, far, sink_q), state.select(range(batch))
+        out = nothing_far(problem, q_features, k_features, far, sink_q)
+        return with_padding(out, padded), state.select(range(batch))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
@@ -214,7 +233,7 @@ def mhla_window_prefill(
         placed = InBlocks(q_blocks * scale, repeated[0], repeated[1], f_blocks, g_blocks, far_blocks, visible)
         out = near.attend(placed, _with_totals(mixed, f.shape[-1], v.shape[-1]))
         after = _close(start, new_blocks, sink_tokens, sums, counts, firsts, mixing, writes)
-        return take_back(out, offsets, tokens, mask).to(problem.v.dtype), after
+        return with_padding(take_back(out, offsets, tokens, mask).to(problem.v.dtype), padded), after
 
 
 def mhla_window_step(

@@ -9,11 +9,13 @@ gate (``output``, ``lepe``).
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from mhla_kernels.checks import as_indices
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -92,7 +94,9 @@ class Attention(AttentionKind):
         self.ignored = [name for name in self.unused if name not in used]
         report_unused(config, self.ignored)
         config = replace(config, **self.fixed) if self.fixed else config
-        self.config, self.causal, self.block_ordered, self.projects = config, causal, block_ordered, projections
+        # 0, 1 and NumPy's booleans pass the check above, but forward passes compare by `is True`
+        self.causal: Causal = "block" if causal == "block" else bool(causal)
+        self.config, self.block_ordered, self.projects = config, block_ordered, projections
         self.options = self.Options(**config.options or {}) if self.Options is not None else None
         self.heads, self.key_value_heads = heads, key_value_heads
         self.key_width, self.value_width = key_width or dim // heads, value_width or dim // heads
@@ -244,10 +248,13 @@ class Attention(AttentionKind):
         if not self.causal:
             raise ValueError("only causal attention generates token by token; build the layer with causal=True")
         check_tokens("x", x)
-        if len(counts) != len(x) or not all(0 <= count <= x.shape[1] for count in counts):
+        numbers = as_indices(counts, "counts")
+        if numbers is None or len(numbers) != len(x) or not all(0 <= count <= x.shape[1] for count in numbers):
+            shown = reprlib.repr(list(counts) if isinstance(counts, Sequence) else counts)
             raise ValueError(
-                f"counts={list(counts)} must be {len(x)} numbers from 0 to {x.shape[1]}, one for each row of x {list(x.shape)}"
+                f"counts={shown} must be {len(x)} numbers from 0 to {x.shape[1]}, one for each row of x {list(x.shape)}"
             )
+        counts = numbers
         if state is not None and len(state.lengths) != len(x):
             raise ValueError(f"the state has {len(state.lengths)} rows, but x has {len(x)}; select rows of the state")
         if self.causal == "block":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 from weakref import ref
 
+from mhla_kernels.checks import as_index
 from mhla_kernels.cross.summaries import KeySummaries
 from torch import Tensor, nn
 
@@ -122,9 +123,12 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
 
     Raises:
-        ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative, or if it is not 0 for
-            a layout without ``block_size`` or with prefix tokens.
+        ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is not an integer or is negative,
+            or if it is not 0 for a layout without ``block_size`` or with prefix tokens.
     """
+    number = as_index(start)
+    if number is None or number < 0:
+        raise ValueError(f"start={start!r} must be an integer, at least 0: the number of tokens before these")
     chosen, tokens = order.layout if layout is None else layout, x.shape[1]
     if chosen.block_size is None or chosen.prefix_tokens:
         if start:
@@ -135,8 +139,6 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
             return layout.place(x.device)
         return Placement(chosen, order.order, order.inverse, chosen.operator_blocks)
     size = chosen.block_size
-    if start < 0:
-        raise ValueError(f"start={start} must not be negative")
     if tokens == 0:
         raise ValueError(f"0 {name} tokens, but attention needs at least one: {list(x.shape)}")
     # Blocks are counted from the start of the sequence, so these tokens first fill up the block that earlier tokens began.

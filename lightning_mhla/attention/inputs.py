@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from mhla_kernels.checks import check_is_tensor
 from torch import Tensor
 
 from lightning_mhla.attention.layout import Placement
@@ -28,12 +29,15 @@ OPTIONAL = ("key_mask", "rotary", "cu_seqlens", "share")
 
 def check_tokens(name: str, x: Tensor) -> None:
     """Raise ValueError unless tokens are ``[B, N, width]``. The message contains ``name``, the name of the argument."""
+    check_is_tensor(name, x)
     if x.dim() != 3:
         raise ValueError(f"{name} is {list(x.shape)}; it must be [batch, tokens, width]")
 
 
 def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
     """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
+    if mask is not None:
+        check_is_tensor(name, mask)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
         raise ValueError(
             f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"

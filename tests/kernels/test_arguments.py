@@ -128,6 +128,66 @@ def test_where_there_is_nothing_outputs_are_zeros_and_everything_gets_a_gradient
         assert (gradient == 0).all()
 
 
+NOT_TENSORS: dict[str, tuple[str, Any]] = {
+    "list": ("list", [[1.0]]),
+    "array": ("ndarray", np.ones((1, 10, 2, 4), np.float32)),
+    "none": ("NoneType", None),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_TENSORS)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_queries_keys_and_values_are_tensors(name: str, kind: str) -> None:
+    found, value = NOT_TENSORS[kind]
+    tensors: dict[str, Any] = {"q": Q, "k": Q, "v": Q, name: value}
+    message = f"{name} is {found}; it must be a tensor"
+    for options in ({}, {"key_block_size": 5}, {"causal": True}):
+        with pytest.raises(TypeError, match=message):
+            mhla_attention(**tensors, mixing=M, block_size=4, **options)
+    with pytest.raises(TypeError, match=message):
+        mhla_prefill(**tensors, mixing=M, block_size=4)
+    if name != "v":
+        with pytest.raises(TypeError, match=message):
+            attention_matrix(tensors["q"], tensors["k"], M, block_size=4)
+
+
+@pytest.mark.parametrize("mask", [[[True] * 10], np.ones((1, 10), bool), "all"], ids=["list", "array", "text"])
+def test_masks_are_tensors(mask: Any) -> None:
+    with pytest.raises(TypeError, match=r"key_mask is \w+; it must be a tensor"):
+        mhla_attention(Q, Q, Q, M, block_size=4, key_mask=mask)
+    for name in ("key_mask", "query_mask"):
+        with pytest.raises(TypeError, match=rf"{name} is \w+; it must be a tensor"):
+            mhla_attention(Q, Q, Q, M, block_size=4, key_block_size=4, **{name: mask})
+
+
+@pytest.mark.parametrize("causal", [0, np.False_, False], ids=repr)
+def test_whatever_equals_false_is_false(causal: Any) -> None:
+    for options in ({}, {"key_block_size": 4}):
+        want = mhla_attention(Q, Q, Q, M, block_size=4, **options)
+        assert torch.equal(mhla_attention(Q, Q, Q, M, block_size=4, causal=causal, **options), want)
+
+
+@pytest.mark.parametrize("causal", [1, True, np.True_, "block", None, "no"], ids=repr)
+def test_cross_attention_is_not_causal(causal: Any) -> None:
+    with pytest.raises(ValueError, match=r"causal=.* is for self-attention"):
+        mhla_attention(Q, Q, Q, M, block_size=4, key_block_size=4, causal=causal)
+
+
+@pytest.mark.parametrize("value", [6, 1.5, torch.tensor(6), "ab", [0, 10.0], [0, None], [0, True]], ids=str)
+def test_bounds_and_lengths_are_several_integers(value: Any) -> None:
+    options: dict[str, Any] = {"block_size": 4}
+    for arguments in (
+        {"cu_seqlens": value, "causal": True},
+        {"cu_seqlens": value, "key_cu_seqlens": [0, 10]},
+        {"cu_seqlens": [0, 10], "key_cu_seqlens": value},
+        {"block_size": None, "block_offsets": value},
+    ):
+        with pytest.raises(ValueError, match=r"(cu_seqlens|block_offsets) must be .*integers, got"):
+            mhla_attention(Q, Q, Q, M, **options | arguments)
+    with pytest.raises(ValueError, match="lengths must be 1 integers from 0 to N=10, one for each row, got"):
+        mhla_prefill(Q, Q, Q, M, block_size=4, lengths=value)
+
+
 @pytest.mark.parametrize("normalize", [True, False], ids=["normalized", "plain"])
 @pytest.mark.parametrize("causal", [False, True, "block"])
 @pytest.mark.parametrize("options", [{}, {"cu_seqlens": [0, 4, 10]}, {"key_mask": torch.ones(1, 10).bool()}], ids=str)

@@ -376,7 +376,7 @@ def test_only_attention_to_all_keys(causal: Any) -> None:
 def test_bounds_without_an_axis_are_an_error() -> None:
     q, k = torch.rand(1, 8, 2, 4), torch.rand(1, 12, 2, 4)
     bounds = {"cu_seqlens": torch.tensor(8), "key_cu_seqlens": torch.tensor([0, 12])}
-    with pytest.raises(ValueError, match="cu_seqlens must be at least two integers"):
+    with pytest.raises(ValueError, match="cu_seqlens must be a one-dimensional tensor of integers"):
         mhla_attention(q, k, k, torch.rand(2, 2), block_size=4, key_block_size=6, **bounds)
 
 

@@ -162,6 +162,17 @@ def test_a_step_needs_a_state_of_its_kind(family: Family, mixing: Any) -> None:
             step(family, inputs, 0, mixing, state)
 
 
+@pytest.mark.parametrize("state", [5, (), "state", torch.ones(2)], ids=str)
+def test_a_prefill_needs_a_state_of_its_kind(family: Family, mixing: Any, state: Any) -> None:
+    inputs = tokens(family, 4)
+    with pytest.raises(ValueError, match=f"state is {type(state).__name__}, not MHLA.*State; mhla_.*prefill makes"):
+        family.prefill(*inputs, mixing, block_size=SIZE, state=state)
+    others = [other for other in FAMILIES.values() if other is not family]
+    state = begun(others[0], tokens(others[0], 4), 4, mixing)
+    with pytest.raises(ValueError, match=f"state is {type(state).__name__}, not MHLA.*State; mhla_.*prefill makes"):
+        family.prefill(*inputs, mixing, block_size=SIZE, state=state)
+
+
 def test_a_donated_state_is_of_no_more_use(family: Family, mixing: Any) -> None:
     inputs = tokens(family, 12)
     state = begun(family, inputs, 6, mixing)
@@ -210,6 +221,34 @@ def test_a_prefill_continues_a_state_of_inference_mode(family: Family, mixing: A
         torch.testing.assert_close(out, want[:, first:last], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("lengths", [[4, 3], [2, 4], [0, 1], [0, 0]], ids=str)
+@pytest.mark.parametrize("previous", [0, 1, 3, 4])
+def test_coefficients_need_not_cover_padding(family: Family, lengths: list[int], previous: int) -> None:
+    """Padding that would make more blocks than there are coefficients, at the start and after a state."""
+    mixing, inputs = torch.rand(4, 4, dtype=torch.float64), tokens(family, 8, batch=2)
+    state = begun(family, inputs, previous, mixing) if previous else None
+    parts = [x[:, previous : previous + max(lengths)].requires_grad_() for x in inputs]
+    padded = [torch.cat([x, x.new_full((2, 40, *x.shape[2:]), torch.nan)], 1) for x in parts]
+    options: dict[str, Any] = {"block_size": SIZE, "lengths": lengths, "state": state}
+    want, exact = family.prefill(*parts, mixing, **options)
+    out, after = family.prefill(*padded, mixing, **options)
+    assert out.shape[1] == max(lengths) + 40
+    assert not out[:, max(lengths) :].any()
+    assert torch.equal(out[:, : max(lengths)], want)
+    assert after.lengths == exact.lengths == tuple(previous + length for length in lengths)
+    assert all(torch.equal(x, exact.tensors[name]) for name, x in after.tensors.items())
+    for gradient in torch.autograd.grad(out.sum(), parts, allow_unused=True, materialize_grads=True):
+        assert gradient.isfinite().all()
+
+
+def test_padding_does_not_hide_shapes_that_do_not_fit(family: Family, mixing: Any) -> None:
+    inputs = tokens(family, 8)
+    for number in range(1, family.count):
+        wrong = [x[:, :7] if index == number else x for index, x in enumerate(inputs)]
+        with pytest.raises(ValueError, match=r"\[1, 7, 2, 3\]"):
+            family.prefill(*wrong, mixing, block_size=SIZE, lengths=[4])
+
+
 ROWS: dict[str, Any] = {
     "tensor of booleans": torch.tensor([True, False]),
     "list of booleans": [True, False],
@@ -219,6 +258,10 @@ ROWS: dict[str, Any] = {
     "past the end": [0, 2],
     "negative": torch.tensor([-1]),
     "a number": torch.tensor(1),
+    "a Python number": 1,
+    "nothing": None,
+    "two axes": torch.tensor([[0]]),
+    "text": "0",
 }
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -434,8 +435,15 @@ def test_a_sequence_ends_where_dense_coefficients_end() -> None:
     assert layer(x, context, start=20).shape == x.shape
     with pytest.raises(ValueError, match=r"\[1\] query blocks after 5 others do not fit dense coefficients"):
         layer(x, context, start=25)
-    with pytest.raises(ValueError, match="start=-1 must not be negative"):
-        layer(x, context, start=-1)
+
+
+@pytest.mark.parametrize("start", [-1, "a", 1.5, True, None, torch.tensor(1.0), [1]], ids=str)
+@pytest.mark.parametrize("queries", [SEQUENCE, IMAGE], ids=["sequence", "image"])
+def test_the_tokens_before_are_counted_by_an_integer(queries: BlockLayout, start: Any) -> None:
+    layer, (x, context) = build(queries, TEXT), tokens(queries.num_tokens)
+    with pytest.raises(ValueError, match=r"start=.* must be an integer, at least 0"):
+        layer(x, context, start=start)
+    assert layer(x, context, start=np.int64(0)).shape == x.shape
 
 
 def test_the_smallest_decay_holds_in_cross_attention() -> None:

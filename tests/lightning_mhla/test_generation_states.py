@@ -34,12 +34,12 @@ LAYERS: dict[str, dict[str, Any]] = {
 """Options of a layer by a name that begins with its kind."""
 
 
-def layer_of(name: str) -> Attention:
+def layer_of(name: str, causal: Any = True) -> Attention:
     torch.manual_seed(0)
     options = dict(LAYERS[name])
     heads = {"key_value_heads": options.pop("key_value_heads")} if "key_value_heads" in options else {}
     config = AttentionConfig(kind=name.split()[0], **options)
-    return build_attention(config, 16, 2, BlockLayout((24,), block_size=4), causal=True, **heads)
+    return build_attention(config, 16, 2, BlockLayout((24,), block_size=4), causal=causal, **heads)
 
 
 def in_pieces(layer: Attention, x: Tensor, pieces: Sequence[int], modes: str) -> Tensor:
@@ -130,6 +130,41 @@ def test_a_state_of_another_kind_is_rejected(name: str, other: str) -> None:
     _, state = layer_of(other).next_tokens(x[:, :4], None, [4, 4])
     with pytest.raises(ValueError, match=r"the state is of (kind|MHLA)|state is \w+, not MHLA|the state was made with"):
         layer.next_tokens(x[:, 4:], state, [1, 1])
+
+
+@pytest.mark.parametrize("counts", [[4.0, 4], [True, 4], [None, 4], 4, None, torch.tensor([4.0, 4.0]), "44"], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_new_tokens_are_integers(name: str, counts: Any) -> None:
+    with pytest.raises(ValueError, match=r"counts=.* must be 2 numbers from 0 to 4"):
+        layer_of(name).next_tokens(torch.randn(2, 4, 16), None, counts)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_of_new_tokens_may_be_those_of_torch_and_numpy(name: str) -> None:
+    layer, x = layer_of(name), torch.randn(2, 5, 16)
+    want, states = layer.next_tokens(x[:, :4], None, [4, 3])
+    for counts in (torch.tensor([4, 3]), np.array([4, 3]), (np.int64(4), torch.tensor(3))):
+        out, state = layer.next_tokens(x[:, :4], None, counts)
+        assert torch.equal(out, want)
+        assert state.lengths == states.lengths
+        assert all(type(length) is int for length in state.lengths)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("causal", [1, np.True_], ids=repr)
+def test_whatever_equals_true_is_causal(name: str, causal: Any) -> None:
+    layer, x = layer_of(name, causal=causal), torch.randn(1, 12, 16)
+    assert layer.causal is True
+    torch.testing.assert_close(layer(x)[:, :6], layer(x[:, :6]), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("mask", [[[True] * 8], np.ones((1, 8), bool)], ids=["list", "array"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_masks_and_tokens_are_tensors(name: str, mask: Any) -> None:
+    with pytest.raises(TypeError, match=r"key_mask is \w+; it must be a tensor"):
+        layer_of(name)(torch.randn(1, 8, 16), mask)
+    with pytest.raises(TypeError, match=r"x is \w+; it must be a tensor"):
+        layer_of(name)(mask)
 
 
 # Bounds of packed sequences

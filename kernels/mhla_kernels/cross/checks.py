@@ -9,8 +9,11 @@ from torch import Tensor
 from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.checks import (
     NEGATIVE_FEATURES,
+    as_integers,
     check_block_size,
     check_features,
+    check_integers,
+    check_is_tensor,
     check_mask,
     check_offsets,
     check_one_device,
@@ -41,6 +44,8 @@ def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
     for argument in only_cross:
         if argument is not None:
             return True
+    check_is_tensor("q", q)
+    check_is_tensor("k", k)
     # last, because comparing symbolic lengths adds a condition to the graph
     return q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1]
 
@@ -71,7 +76,7 @@ def check_cross(
     """
     mixing = as_mixing(mixing)
     _check_tensors(q, k, v)
-    if causal is not False:
+    if causal != 0:  # 0 and NumPy's False are False, as in self-attention
         raise ValueError(
             f"causal={causal!r} is for self-attention, but this call is cross-attention from Nq={q.shape[1]} queries to "
             f"Nk={k.shape[1]} keys of a different sequence, where no key is later than a query. Pass causal=False, or give q "
@@ -199,8 +204,10 @@ def _check_packed(
             "block_offsets and key_block_offsets"
         )
     for name, bounds in (("cu_seqlens", cu_seqlens), ("key_cu_seqlens", key_cu_seqlens)):
-        if isinstance(bounds, Tensor) and bounds.dim() != 1:
-            raise ValueError(f"{name} must be at least two integers, got {bounds.dtype} {list(bounds.shape)}")
+        if isinstance(bounds, Tensor):
+            check_integers(bounds, name)
+        else:
+            as_integers(bounds, name)
     if len(cu_seqlens) != len(key_cu_seqlens):
         raise ValueError(
             f"cu_seqlens bounds {len(cu_seqlens) - 1} sequences and key_cu_seqlens {len(key_cu_seqlens) - 1}. Sequence s of "
