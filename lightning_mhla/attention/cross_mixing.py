@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import torch
+from mhla_kernels.blocks import is_dynamic
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -105,7 +106,12 @@ class DenseCrossCoefficients(FreeCoefficients):
                     f"which were made for {list(layout.block_grid)}; mixing: exponential takes any number"
                 )
             blocks.append(count)
-        return bounded(self.weight)[..., first : blocks[0], : blocks[1]]
+        weight = bounded(self.weight)
+        # a slice that may be the complete matrix would fix the size in an exported graph
+        if any(map(is_dynamic, blocks)):
+            rows, columns = (torch.arange(a, b, device=weight.device) for a, b in ((first, blocks[0]), (0, blocks[1])))
+            return weight[..., rows[:, None], columns]
+        return weight[..., first : blocks[0], : blocks[1]]
 
     @override
     def carried(self, name: str, values: Tensor, block_grid: tuple[int, ...] | None) -> Tensor | None:

@@ -437,6 +437,16 @@ def test_a_sequence_ends_where_dense_coefficients_end() -> None:
         layer(x, context, start=25)
 
 
+@pytest.mark.parametrize(("queries", "keys", "per_head"), [(24, 20, False), (24, 13, True), (11, 20, True)])
+def test_an_exported_graph_takes_any_length_whatever_the_example(queries: int, keys: int, per_head: bool) -> None:
+    """An example may fill all blocks that the coefficients cover, of the queries, of the context or of both."""
+    layer = build(SEQUENCE, TEXT, mixing_per_head=per_head)
+    lengths = {1: torch.export.Dim("queries", min=6, max=24)}, {1: torch.export.Dim("keys", min=5, max=20)}
+    graph = torch.export.export(layer, tokens(queries, keys), dynamic_shapes=lengths).module()
+    for example in ((24, 20), (6, 5), (17, 9)):
+        torch.testing.assert_close(graph(*tokens(*example)), layer(*tokens(*example)))
+
+
 @pytest.mark.parametrize("start", [-1, "a", 1.5, True, None, torch.tensor(1.0), [1]], ids=str)
 @pytest.mark.parametrize("queries", [SEQUENCE, IMAGE], ids=["sequence", "image"])
 def test_the_tokens_before_are_counted_by_an_integer(queries: BlockLayout, start: Any) -> None:
