@@ -102,7 +102,7 @@ def apply_features(
         key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
     Returns:
-        Queries, keys, and the feature map that the caller still has to apply to them. It is ``"relu"`` if the attention kernel
+        Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. It is ``"relu"`` if the attention kernel
         can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
     """
     remaining_map: Literal["identity", "relu"] = "identity"
