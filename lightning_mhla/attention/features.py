@@ -102,8 +102,8 @@ def apply_features(
         key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
     Returns:
-        Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. It is ``"relu"`` if the attention kernel
-        can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
+        Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. It is ``"relu"`` if
+        the attention kernel can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
     """
     remaining_map: Literal["identity", "relu"] = "identity"
     if features == "elu":

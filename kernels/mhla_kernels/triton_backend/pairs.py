@@ -46,7 +46,8 @@ def products(
 
     The tiles are ``ROWS`` and ``COLUMNS`` tokens, with the indices ``a_rows`` and ``b_rows``. Tokens that are not visible count
     as zero. A base is the address of feature 0 of token 0, strides with ``n`` are between tokens, those with ``d`` between
-    features. Of the ``WIDTH`` features, ``SLICE`` are loaded at a time. With ``RELU``, the feature map (ReLU plus a small constant) is applied to both tiles first.
+    features. Of the ``WIDTH`` features, ``SLICE`` are loaded at a time. With ``RELU``, the feature map (ReLU plus a small
+    constant) is applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
