@@ -154,6 +154,7 @@ LONG = (
     "test_linearize_timm::test_what_is_not_supported_is_one_line",
     "test_linearized_settings::test_from_the_original_to_generation_in_another_process",
     "test_ops::test_opcheck",
+    "test_paper::test_a_run_that_fails_ends_the_other_ones",
     "test_paper::test_a_signal_stops_the_runs_too",
     "test_paper::test_a_study_trains_each_row_once_and_writes_its_part_of_the_page",
     "test_paper::test_recurrences_agree_and_are_written",
