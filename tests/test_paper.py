@@ -105,19 +105,47 @@ def use_small_pieces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(paper.STUDIES, "photographs", study)
 
 
-def test_a_study_makes_its_data_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    written: list[Path] = []
+def test_a_study_makes_its_data_before_a_run_that_is_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    events: list[str] = []
 
     def write(folder: Path) -> None:
-        written.append(folder)
+        events.append("data")
         folder.mkdir(parents=True)
+
+    def train(*_: Any) -> None:
+        events.append("run")
+        raise SystemExit("trained")
 
     monkeypatch.setattr(photographs, "ROOT", tmp_path)
     monkeypatch.setattr(photographs, "write_pieces", write)
-    monkeypatch.setattr(Study, "run", lambda self, *_: None)
-    for study in ("mnist784", "photographs-rates", "photographs"):
-        call(monkeypatch, tmp_path, "--only", study, "--seeds", "0")
-        assert written == [tmp_path / photographs.PIECES] * (study != "mnist784")
+    monkeypatch.setattr("benchmarks.paper.study.train", train)
+    study = ["--seeds", "0", "--variants", "softmax", "--only"]
+    for name, wanted in {"mnist784": ["run"], "photographs": ["data", "run"], "mnist": ["run"]}.items():
+        events.clear()
+        with pytest.raises(SystemExit, match="trained"):
+            call(monkeypatch, tmp_path, *study, name)
+        assert events == wanted
+    events.clear()
+    with pytest.raises(SystemExit, match="trained"):
+        call(monkeypatch, tmp_path, *study, "photographs")
+    assert events == ["run"], "the data exist"
+    (tmp_path / photographs.PIECES).rmdir()
+    machine = {"date": "2026-11-29", "device": "none", "threads": 1, "torch": "2.14.1"}
+    row = {"variant": "softmax", "seed": 0, "accuracy_by_epoch": [0.5] * 8, "seconds": 1, "machine": machine}
+    content = {"options": list(paper.STUDIES["photographs"].options), "rows": [row]}
+    (tmp_path / "results").mkdir(exist_ok=True)
+    (tmp_path / "results/photographs.json").write_text(json.dumps(content))
+    events.clear()
+    call(monkeypatch, tmp_path, *study, "photographs")
+    assert events == [], "the result exists"
+
+    def without_debian(folder: Path) -> None:
+        raise FileNotFoundError("apt-get")
+
+    monkeypatch.setattr(photographs, "write_pieces", without_debian)
+    (tmp_path / "results/photographs.json").unlink()
+    with pytest.raises(SystemExit, match="in Debian packages: apt-get; choose other studies by --only"):
+        call(monkeypatch, tmp_path, *study, "photographs")
 
 
 def test_no_held_out_pixel_of_a_photograph_is_trained_on() -> None:
@@ -386,6 +414,18 @@ def test_the_middle_learning_rate_of_the_search_is_the_best() -> None:
         low, middle, high = (scores[f"{kind}, {rate}"] for rate in sorted(rates))
         assert middle < min(low, high)
         assert rates == tuple(sorted(rates))
+
+
+@pytest.mark.parametrize("module", [mnist, photographs], ids=["mnist", "photographs"])
+def test_the_best_learning_rates_are_those_of_the_search(module: Any) -> None:
+    """Before the search has results, nothing is trained with its best rates."""
+    name = module.__name__.rpartition(".")[2]
+    search, study = f"{name}-rates", "mnist-long" if module is mnist else name
+    scores = {row["variant"]: row["accuracy"] for row in paper.STUDIES[search].rows(paper.RESULTS)}
+    if not scores:
+        assert not paper.STUDIES[study].rows(paper.RESULTS)
+    for kind, rates in module.RATES.items() if scores else ():
+        assert module.BEST[kind] == max(rates, key=lambda rate: scores[f"{kind}, {rate}"])
 
 
 def test_scaled_rotary_embedding_stretches_the_slowest_frequency_alone() -> None:

@@ -103,9 +103,6 @@ def main() -> None:
             for variant in study.variants
             if args.variants is None or variant in args.variants
         ]
-        for study in studies:
-            if study.prepare is not None:
-                study.prepare()
         page = partial(write_page, STUDIES.values(), args.results, args.docs)
         run_jobs(jobs, args.jobs, args.runs, args.results, args.options, page)
     print(write_page(STUDIES.values(), args.results, args.docs))

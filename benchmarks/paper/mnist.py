@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -187,20 +187,23 @@ def draw_epochs(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def section_long(rows: list[Row], folder: Path) -> str:
-    """Return the accuracy of each variant after some epochs as a Markdown table, and draw it by epoch.
+def epochs_section(name: str, data: str, shown: Sequence[int]) -> Callable[[list[Row], Path], str]:
+    """Return a function that formats the accuracy of each variant after some epochs as Markdown, and draws it by epoch.
 
     Args:
-        rows: results of the runs.
-        folder: folder of the results page and its pictures.
+        name: name of the study, which is part of the name of the picture.
+        data: description of the held-out data, for the text of the picture.
+        shown: epochs in the table, counted from 1.
     """
-    draw_epochs(rows, folder / "pictures" / "results-mnist-long.png")
-    picture = f"![Held-out accuracy on MNIST by epoch, without a convolution. {LONG_CAPTION}](pictures/results-mnist-long.png)"
-    return f"{epochs_table(rows, SHOWN_EPOCHS)}\n\n{conditions(rows)}\n\n{picture}"
 
+    def section(rows: list[Row], folder: Path) -> str:
+        path = f"pictures/results-{name}.png"
+        draw_epochs(rows, folder / path)
+        picture = f"![Held-out accuracy on {data} by epoch.]({path})"
+        return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n{picture}"
 
-LONG_CAPTION = ""
-"""Sentence that describes the picture of the study ``mnist-long``."""
+    return section
+
 
 LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
 """Names of the kinds of attention in the study ``mnist-long``."""
@@ -208,7 +211,7 @@ LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
 RATES = dict.fromkeys(LONG_KINDS, (2e-3, 4e-3, 8e-3))
 """Learning rates that are tried, by kind."""
 BEST = dict.fromkeys(LONG_KINDS, 4e-3)
-"""Best learning rate of each kind in the study ``mnist-rates``."""
+"""Learning rate of each kind in the study ``mnist-long``: the best one of ``mnist-rates``, once that study has results."""
 
 PRINTED = """\
 | ImageNet-1K, 224 pixels, top-1, % | softmax | linear | MHLA |
@@ -277,7 +280,7 @@ STUDIES = (
             ],
         },
         measure_long,
-        section_long,
+        epochs_section("mnist-long", "MNIST", SHOWN_EPOCHS),
         (f"--trainer.max_epochs={LONG_EPOCHS}",),
         setting=(
             f"The same data and models, each with its best learning rate, trained for {LONG_EPOCHS} epochs, "

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from mhla_tasks.classification import ImageClassifier
 
-from benchmarks.paper.mnist import KINDS, LONG_KINDS, accuracy_by_epoch, draw_epochs, epochs_table
+from benchmarks.paper.mnist import KINDS, LONG_KINDS, accuracy_by_epoch, epochs_section
 from benchmarks.paper.rates import peak_rate, rate_section, rate_variants
 from benchmarks.paper.runs import ROOT
-from benchmarks.paper.study import Row, Study, attention, conditions
+from benchmarks.paper.study import Row, Study, attention
 from benchmarks.photo_pieces import write_pieces
 from lightning_mhla.training.loading import load_module
 
@@ -22,8 +22,8 @@ SHOWN_EPOCHS = (2, 4, 6, EPOCHS)
 
 RATES = dict.fromkeys(LONG_KINDS, (2e-3, 4e-3, 8e-3))
 """Learning rates that are tried, by kind."""
-BEST: dict[str, float] = {}
-"""Best learning rate of each kind in the study ``photographs-rates``; 4e-3 before that study."""
+BEST = dict.fromkeys(LONG_KINDS, 4e-3)
+"""Learning rate of each kind in the study ``photographs``: the best of ``photographs-rates``, once that study has results."""
 
 OPTIONS = (
     "--model.init_args.shape={patch_size: 4, dim: 64, depth: 4, heads: 4, mlp_ratio: 2.0}",
@@ -40,9 +40,19 @@ OPTIONS = (
 
 
 def prepare() -> None:
-    """Make the data of the studies, unless they exist."""
-    if not (ROOT / PIECES).exists():
+    """Make the data of the studies, unless they exist.
+
+    Raises:
+        SystemExit: if the machine cannot fetch Debian packages.
+    """
+    if (ROOT / PIECES).exists():
+        return
+    try:
         write_pieces(ROOT / PIECES)
+    except FileNotFoundError as error:
+        raise SystemExit(
+            f"error: the photographs are in Debian packages: {error}; choose other studies by --only"
+        ) from None
 
 
 def measure(checkpoint: Path) -> Row:
@@ -52,21 +62,6 @@ def measure(checkpoint: Path) -> Row:
     parameters = sum(parameter.numel() for parameter in network.parameters())
     return {"accuracy": accuracies[-1], "accuracy_by_epoch": accuracies, "parameters": parameters}
 
-
-def section(rows: list[Row], folder: Path) -> str:
-    """Return the accuracy of each variant after some epochs as a Markdown table, and draw it by epoch.
-
-    Args:
-        rows: results of the runs.
-        folder: folder of the results page and its pictures.
-    """
-    draw_epochs(rows, folder / "pictures" / "results-photographs.png")
-    picture = f"![Held-out accuracy on pieces of photographs by epoch. {CAPTION}](pictures/results-photographs.png)"
-    return f"{epochs_table(rows, SHOWN_EPOCHS)}\n\n{picture}\n\n{conditions(rows)}"
-
-
-CAPTION = ""
-"""Sentences that say what the picture shows."""
 
 STUDIES = (
     Study(
@@ -92,9 +87,9 @@ STUDIES = (
         "photographs",
         "Classification: photographs in 256 tokens (N / Dk = 16)",
         CONFIG,
-        {kind: [*KINDS[kind], *peak_rate(BEST.get(kind, 4e-3))] for kind in RATES},
+        {kind: [*KINDS[kind], *peak_rate(BEST[kind])] for kind in RATES},
         measure,
-        section,
+        epochs_section("photographs", "pieces of photographs", SHOWN_EPOCHS),
         OPTIONS,
         setting="The models above, each with its best learning rate and three seeds.",
         reading=(

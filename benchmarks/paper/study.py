@@ -48,8 +48,8 @@ class Study:
         after: function that returns a final part of the section as Markdown from results of other programs, and writes
             pictures into the folder of the page; None for no such part.
         beside: whether the section begins with the rows of ``needs``.
-        prepare: function that makes the data of the study unless they exist, called before its first run; None for data that
-            need no preparation.
+        prepare: function that makes the data of the study unless they exist, called before each run by one process at a time;
+            None for data that need no preparation.
     """
 
     name: str
@@ -105,6 +105,10 @@ class Study:
             )
         if self.has(variant, seed, results):
             return
+        if self.prepare is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            with alone_in(folder):
+                self.prepare()
         name = f"{self.name}-{slug(variant)}-seed{seed}"
         options = [*self.options, *self.variants[variant], *more, f"--seed_everything={seed}"]
         if self.needs is not None:

@@ -70,6 +70,7 @@ class GatedConvolution(Attention, kind="gated_conv"):
         positions = None
         if inputs.cu_seqlens is not None:
             rows, tokens = inputs.x.shape[:2]
+            # the operator's check reads no bounds from a GPU, and none that torch traces
             packed = check_packed(TokenLayout(tokens, 1), inputs.cu_seqlens, rows, None, True, lambda _: None)
             positions = sequence_positions(inputs.x, packed.cu_seqlens)
         return self._gated(inputs, None, positions)

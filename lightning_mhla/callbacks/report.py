@@ -93,7 +93,8 @@ class RunReport(Callback):
         if record.get("finished") is True and is_run_folder(trainer, self._folder):
             record["finished"] = False
             write_json(self._folder / RECORD, record, indent=1)
-            write_page(self._folder, self._checkpoints, record)
+            training = {name: points for name, points in self.points.items() if name not in record["metrics"]}
+            write_page(self._folder, self._checkpoints, record, training)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parts of the report that checkpoints and model cards contain.

@@ -12,11 +12,13 @@ names, and sets the random seed of each run. Its input and its output are JSON.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -43,9 +45,13 @@ LOCATIONS = ("train", "val")
 """Options of the suite's data modules that name files or folders."""
 
 DECISIVE = re.compile(
-    r"seed_everything|(model|data)\..*|trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|limit_train_batches)"
+    r"seed_everything|(model|data)\..*"
+    r"|trainer\.(precision|accumulate_grad_batches|gradient_clip_\w+|limit_(train|val)_batches|overfit_batches|sync_batchnorm)"
 )
-"""Options that decide what a run trains, and on which data."""
+"""Options that decide what a run trains, on which data, and how it is validated."""
+
+LIMITS = ("trainer.max_epochs", "trainer.max_steps")
+"""Options that may grow, so that a run continues, but not shrink: it has trained for longer then. -1 and null mean no limit."""
 
 FREE = re.compile(r"model\.init_args\.(pretrained|network)\b.*|data\.init_args\.(num_workers|predict_dir|prompts)\b.*")
 """Exceptions from :data:`DECISIVE`: weights to start from, which a resumed run does not read, and options without effect."""
@@ -131,7 +137,7 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
 def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
     """Describe options of a run that would resume, but was trained with other options than it has now.
 
-    The values decide what is trained. Options of the Trainer that continue a run, such as ``max_epochs``, may change.
+    Only options that decide the results are compared. A larger ``max_epochs`` continues a run; a smaller one is a change.
 
     Args:
         run: run of a sweep.
@@ -150,12 +156,16 @@ def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
     changes = [
         f"{key.replace('.init_args', '')} {option_text(trained[key]) or 'null'}, not {option_text(present[key]) or 'null'}"
         for key in trained
-        if key in present
-        and DECISIVE.fullmatch(key)
-        and not FREE.fullmatch(key)
-        and plain(trained[key]) != plain(present[key])
+        if key in present and _differs(key, trained[key], present[key])
     ]
     return "; ".join(changes[:3]) + ("; and other differences" if len(changes) > 3 else "")
+
+
+def _differs(key: str, trained: Any, present: Any) -> bool:
+    if key in LIMITS:
+        earlier, now = (math.inf if limit in (None, -1) else limit for limit in (trained, present))
+        return bool(now < earlier)
+    return bool(DECISIVE.fullmatch(key)) and not FREE.fullmatch(key) and plain(trained) != plain(present)
 
 
 def _build(run: CheckedRun, here: bool) -> DryCLI:
