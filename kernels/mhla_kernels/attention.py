@@ -54,8 +54,8 @@ def mhla_attention(
 
     **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (with ``elu(x) + 1``, for example), or pass ``normalize=False``. On a CPU,
-    every call raises a ValueError for negative features, except rounding errors. On an accelerator, only the first call of the
-    process on this device checks them. Compiled graphs do not check them.
+    every call raises a ValueError for negative features that are too large to be rounding errors. On an accelerator, only the
+    first call of the process on this device checks for them. Compiled graphs do not check.
 
     The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
     for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
@@ -219,7 +219,8 @@ def attention_matrix(
         query_mask: ``[B, Nq]`` bool, False for masked queries, whose rows are zero, in cross-attention; None masks no query.
         cu_seqlens: for S packed sequences, ``[S + 1]`` integers: the index of the first token of each sequence, followed by N.
             None if each row is one sequence. In cross-attention, the bounds of the queries.
-        key_cu_seqlens: bounds of the keys of packed sequences, in cross-attention.
+        key_cu_seqlens: ``[S + 1]`` integers, the bounds of the keys of packed sequences, in cross-attention; None without
+            packing.
 
     Returns:
         Weights, ``[B, H, N, N]``, or ``[B, H, Nq, Nk]`` in cross-attention, in float32 (float64 for float64 inputs).

@@ -80,14 +80,15 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
 
 
 def is_native(q: Tensor) -> bool:
-    """Return whether the queries ``q`` are on a GPU, where Triton compiles its kernels. On a CPU, it interprets them."""
+    """Return whether the queries ``q`` are on a GPU, for which Triton compiles its kernels instead of interpreting them."""
     return q.is_cuda
 
 
 def _doubt(q: Tensor) -> str | None:
-    """Return why ``backend="auto"`` must not use the installed Triton on the GPU of ``q``; None if it may.
+    """Return the reason why ``backend="auto"`` must not use the installed Triton on the GPU of ``q``, or None if it may.
 
-    Old versions of Triton miscompile the kernels on some GPUs. A warning states the reason the first time.
+    Old versions of Triton miscompile the kernels on some GPUs. The reason is also issued as a warning, once for each major
+    compute capability. For a tensor on a CPU, the result is None.
     """
     if not q.is_cuda:
         return None
@@ -116,7 +117,7 @@ def _distrust(major: int, installed_version: str) -> str | None:
 
 
 def _obstacle(q: Tensor, k: Tensor, v: Tensor, form: str) -> str | None:
-    """Return why Triton cannot compute attention for these tensors with the algorithm ``form``; None if it can."""
+    """Return the reason why Triton cannot compute attention for q, k and v with the algorithm ``form``, or None if it can."""
     if form == "reference":
         return "the reference form exists only in PyTorch"
     if torch.float64 in (q.dtype, k.dtype, v.dtype):

@@ -1,6 +1,7 @@
 """Assignment of tokens to blocks. The last block may be short, blocks may differ in size, and sequences may be packed.
 
-Every block has the same number of slots. A slot without a token holds zeros.
+Every block has the same number of slots (token positions). A slot without a token holds zeros. Packed sequences share one
+batch row.
 
 Shape letters: B batch, N tokens, H heads, D width of a head, M blocks, C slots of a block, S packed sequences.
 """
@@ -25,7 +26,7 @@ Table = TypeVar("Table")
 
 
 def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
-    """Convert integers to an int64 tensor on ``device``, without waiting for pending work of the device."""
+    """Convert integers to an int64 tensor on ``device``, without waiting for pending work on the device."""
     host = values if isinstance(values, Tensor) else torch.tensor(values, dtype=torch.int64)
     if host.device.type == "cpu" and device.type == "cuda" and is_real(host.device):
         host = host.pin_memory()  # only copies from pinned memory are asynchronous
@@ -33,7 +34,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether a new tensor on ``device`` is an ordinary tensor, not a fake one, and no graph is being compiled."""
+    """Return False if torch is compiling a graph, or if new tensors on ``device`` are fake tensors without values."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -48,7 +49,7 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
     The cache saves time because every layer needs the same tables at every step.
 
-    Each CUDA stream has cached tables of its own, because one stream could read a table before another stream has written it.
+    Each CUDA stream has its own cached tables. Otherwise, one stream could read a table before another stream has written it.
     During the capture of a CUDA graph, a table that any stream has cached is used, because all earlier work is finished when
     capture starts. Such a table stays cached for the life of the process, because the graph reads its memory. While torch
     traces, the cache is not used.
@@ -83,7 +84,7 @@ def keep(make: Callable[..., Table], device: torch.device, *sizes: Any) -> Table
 
 
 def is_dynamic(size: int) -> bool:
-    """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``, so that code must not branch on its value."""
+    """Return whether a size is symbolic in ``torch.export`` or ``torch.compile``. Code must not branch on a symbolic size."""
     if isinstance(size, torch.SymInt):
         return True
     if not torch.compiler.is_compiling():
@@ -102,7 +103,12 @@ def divide_up(number: int, size: int) -> int:
 
 
 def blocks_of_sequences(bounds: Tensor, block_size: int) -> Tensor:
-    """Return the number of blocks of each of S packed sequences, ``[S]``, from the bounds of the sequences, ``[S + 1]``."""
+    """Return the number of blocks in each of S packed sequences, ``[S]`` integers.
+
+    Args:
+        bounds: index of the first token of each sequence, followed by the number of tokens, ``[S + 1]`` integers.
+        block_size: tokens in a block; the last block of a sequence may be shorter.
+    """
     return (bounds.diff() + block_size - 1) // block_size
 
 
@@ -128,7 +134,7 @@ def surely_equal(one: int, two: int) -> bool:
 
 
 def count_blocks(tokens: int, block_size: int) -> int:
-    """Return the number of blocks that ``tokens`` tokens fill; an upper bound if the number of tokens is symbolic.
+    """Return the number of blocks that ``tokens`` tokens need, or an upper bound if the number of tokens is symbolic.
 
     The bound exceeds the true number by at most 2. It is at least 2, because ``torch.export`` turns sizes of 0 and 1 into
     constants.
@@ -167,7 +173,7 @@ class TokenLayout(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks M; for packed sequences, an upper bound of the total over all sequences."""
+        """Number of blocks M; for packed sequences, an upper bound on the total over all sequences."""
         if self.block_offsets is not None:
             return len(self.block_offsets) - 1
         blocks = divide_up(self.tokens, self.block_size)
@@ -176,16 +182,15 @@ class TokenLayout(NamedTuple):
 
     @property
     def most_blocks(self) -> int:
-        """Number of blocks in the sequence.
+        """Number of blocks in the sequence, or an upper bound if the number of tokens is symbolic.
 
-        For packed sequences, it is an upper bound of the number of blocks in any one of them. If the number of tokens is
-        symbolic, it is also an upper bound.
+        For packed sequences, the number is an upper bound on the number of blocks in any one of them.
         """
         return self.blocks if self.block_offsets is not None else count_blocks(self.tokens, self.block_size)
 
     @property
     def largest(self) -> int:
-        """Number of tokens in the largest block."""
+        """Number of tokens in the largest block; for packed sequences, an upper bound."""
         if self.block_offsets is not None:
             return max(end - start for start, end in pairwise(self.block_offsets))
         return at_most(self.block_size, self.tokens)
@@ -233,7 +238,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Sort key of each token's block, ``[N]`` int64. It grows from block to block, and from sequence to sequence."""
+        """Sort key of each token's block, ``[N]`` int64, which increases with the sequence, then with the block."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 
@@ -244,7 +249,7 @@ class BlockPartition(NamedTuple):
         tokens: number of tokens N.
         blocks: number of blocks M; for packed sequences, possibly an upper bound.
         slots: number of slots in a block, C: the size of the largest block.
-        slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t.
+        slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t for every t.
         local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
         owner: ``[M]`` int64, index of each block's packed sequence, or S for an unused block, where S is the number of
             sequences. None if the row is one sequence.
@@ -296,6 +301,8 @@ class BlockPartition(NamedTuple):
         """Expand mixing coefficients that cover the longest sequence to all M blocks of the partition.
 
         The n blocks of a packed sequence get the first n rows and columns. Coefficients between different sequences are zero.
+        Without packing, the result is the first M rows and columns. If M is symbolic, and the coefficients cover fewer blocks,
+        the last row and column are repeated.
 
         Args:
             mixing: coefficients for m blocks, ``[..., m, m]``, where m is at least the number of blocks in any sequence.
@@ -350,7 +357,7 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
 
 
 def _uneven_blocks(device: torch.device, offsets: tuple[int, ...]) -> Tensor:
-    """Return the index of the block that contains each token, ``[N]`` int64. An exported graph stores it as a constant.
+    """Return the index of the block that contains each token, ``[N]`` int64. Exported graphs store this tensor as a constant.
 
     Args:
         device: device of the result.

@@ -78,7 +78,8 @@ class FarTokens(NamedTuple):
 def scale_features(f: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     """Divide the features of each query by the largest of them, and add the logarithm of this divisor to ``far``.
 
-    With features near 1e-11, second derivatives would square the inverse of the sum of their weights, which overflows.
+    Without this step, second derivatives would overflow for features near 1e-11, because they contain the squared inverse of
+    the sum of the weights.
 
     Args:
         f: nonnegative features of the queries, ``[..., C, K]``.
@@ -141,7 +142,6 @@ def combine_scores(q: Tensor, near: Sequence[NearTokens], far: FarTokens) -> Ten
 
     The arguments and the result are the same as for :func:`combine`.
 
-
     For stability, all weights of a query are divided by a number close to the largest of them. This divisor is a constant for
     autograd, since the output does not depend on it. Far weights are not first divided by their own sum, because coefficients
     of zero would then get no gradient.
@@ -197,7 +197,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return whether all entries of each vector ``[..., D]`` are within +-``limit``, ``[..., 1]`` bool; NaN is not."""
+    """Return whether no entry of a vector ``[..., D]`` is NaN or exceeds ``limit`` in absolute value, ``[..., 1]`` bool."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 
@@ -214,8 +214,8 @@ def _with_flash(queries: Sequence[Tensor], near: Sequence[NearTokens], far: FarT
 class _Combined(torch.autograd.Function):
     """Autograd function for :func:`combine` with torch's flash attention for CPUs.
 
-    It takes the tensors of :class:`FarTokens`. The groups of near tokens are passed as a list of masks, then the queries, the
-    keys and the values of each group.
+    The arguments are the two tensors of :class:`FarTokens`, a list with the mask of each group of near tokens, and then the
+    queries, keys and values of each group.
     """
 
     @staticmethod

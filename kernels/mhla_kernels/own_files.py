@@ -1,7 +1,7 @@
-"""Safe access to a cache folder that other users may write to. Links are not followed, and files of others are not read.
+"""Safe access to a cache folder that other users may write to. Links are not followed, and files of other users are not read.
 
 Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS that
-maps root to nobody). There, the owner of a newly made file is trusted too.
+maps root to nobody). On these file systems, the owner of a newly made file is trusted too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REMEDY = "remove it, or choose another folder for the cache"
 
 
 class ForeignFileError(PermissionError):
-    """Error for a file or folder in a cache that must not be used, for example a link or a file of an untrusted user."""
+    """Error for a cache file or folder that must not be used, for example a link or a file of an untrusted user."""
 
 
 def own_folder(path: Path, root: Path) -> Path:
@@ -56,6 +56,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. Trusted users are the
             one who runs this process, root, and the owner that the file system shows for new files. With flags for writing,
             also if the file has a second hard link, whose name may be outside the cache.
+        OSError: if the file cannot be opened for a different reason, for example because it does not exist.
     """
     try:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait

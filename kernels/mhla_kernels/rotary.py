@@ -20,8 +20,8 @@ def rotary_features(
     """Apply the feature map, then rotary position embedding (RoFormer, arXiv 2104.09864), to queries or keys.
 
     Pairs of mapped features are rotated by angles that depend on the token's position. The results can be negative, so they are
-    for attention without a normalizer (``normalize=False``). They are computed in float32 (float64 for float64 inputs), on a
-    GPU by one fused kernel.
+    for attention without a normalizer (``normalize=False``). They are computed in float32 (float64 for float64 inputs). With
+    the Triton backend, one fused kernel computes them.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``, for B batch rows, N tokens and H heads of even width D; any strides.

@@ -96,10 +96,10 @@ class BlockState:
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
 
     States share memory where that is safe. The class attribute ``own_names`` names the tensors that may be written to in place.
-    Each of them has at most one owner, a state. It is written to only if a caller donates the owner, that is, passes it to a
-    function for a single token with ``donate_state=True``. ``finished`` may be shared, but blocks are only appended after those
-    that the other states read. The remaining tensors are never written to. A state that is built from the leaves of another
-    state owns nothing: its tensors are copied even if it is donated.
+    Each of these tensors is owned by at most one state. It is written to only if a caller donates this state, that is, passes
+    the state to a function for a single token with ``donate_state=True``. ``finished`` may be shared, but blocks are only
+    appended after those that the other states read. The remaining tensors are never written to. A state that is built from the
+    leaves of another state owns nothing: its tensors are copied even if it is donated.
 
     Attributes:
         lengths: number of tokens so far in each row, as Python integers, so that no step waits for the device.
@@ -346,7 +346,7 @@ class Draft:
         self.put("mixture", rows, self.mixing.read(self.tensors["finished"][rows], reader))
 
     def state(self, lengths: tuple[int, ...]) -> Any:
-        """Return the generation state that has been constructed.
+        """Return the generation state that has been constructed, of the same class as the state that it started from.
 
         Args:
             lengths: number of tokens so far in each row.
@@ -356,7 +356,7 @@ class Draft:
 
 
 def check_state(state: Any, kind: type[BlockState], prefill: str) -> None:
-    """Raise ValueError unless a state is an instance of ``kind``, which the function named ``prefill`` makes."""
+    """Raise ValueError unless ``state`` is a ``kind``. The message names ``prefill``, the function that makes such states."""
     if not isinstance(state, kind):
         raise ValueError(
             f"state is {type(state).__name__}, not {kind.__name__}; {prefill} makes that of the first tokens"
@@ -420,8 +420,8 @@ def empty_tensors(q: Tensor, v: Tensor, mixing: Mixing, dtype: torch.dtype) -> d
         dtype: dtype of the tensors.
 
     Returns:
-        Zeros by the name of the state's field, with W = K (V + 1) entries of a summary: ``finished`` ``[B, H, running sums,
-        W]``, ``open`` and ``mixture`` ``[B, H, W]``.
+        Tensors of zeros by field name, with W = K (V + 1) entries of a block summary: ``open`` and ``mixture``, ``[B, H, W]``
+        each, and ``finished``, ``[B, H, R, W]`` for R running sums, or ``[B, H, 0, W]`` for mixing without running sums.
     """
     batch, _, heads, width = q.shape
     # The shape is [B, H, W].
@@ -491,8 +491,8 @@ def close(start: MHLAState, summaries_BHMW: Tensor, counts: Sequence[int], mixin
     Args:
         start: state before the call. If the last block of a row is full and the row gets new tokens, ``start`` already has
             an empty block for them.
-        summaries_BHMW: summaries of the M blocks of the call, with W numbers each. The first summary includes the tokens that
-            the block held before.
+        summaries_BHMW: summaries of the M blocks of the call, with W numbers each, ``[B, H, M, W]``. The first summary includes
+            the tokens that the block held before.
         counts: number of new tokens in each row.
         mixing: mixing coefficients between blocks.
         writes: whether tensors that are created for the new state may be written to in place.

@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         agrees: whether outputs and gradients agree, so that the kernel may be used.
-        reason: the measured errors, or why the kernel may not be used.
+        reason: numerical errors that were measured or, if ``agrees`` is False, why the kernel may not be used.
     """
 
     agrees: bool
@@ -57,8 +57,8 @@ _captured: set[str] = set()
 def cache_folder() -> Path:
     """Return the folder that stores which Triton kernels agree with PyTorch.
 
-    This is the folder in the environment variable ``MHLA_CACHE``, or ``mhla`` in the user's cache folder if it is not set. For
-    a user without a home folder, it is in the system's folder for temporary files.
+    The environment variable ``MHLA_CACHE`` names the folder. If it is not set, the folder is ``mhla`` in the user's cache
+    folder or, for a user without a home folder, ``mhla-`` and the user ID in the system's folder for temporary files.
     """
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
@@ -72,7 +72,8 @@ def cache_folder() -> Path:
 def environment(device: str) -> dict[str, str]:
     """Return the properties on which the result of comparing a Triton kernel with PyTorch depends, by name.
 
-    They are the device, the versions of torch, CUDA, Triton and the driver, and a hash of the package's source files.
+    These properties are the device, the versions of torch, CUDA, Triton and the driver, and a hash of the package's source
+    files.
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
@@ -126,6 +127,9 @@ def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
         kind: name of the kernel, which is used in file names.
         device: name of the device that the kernel would run on, such as ``"cuda:0"``.
         trial: function that compares the kernel with PyTorch, see :func:`judge`.
+
+    Raises:
+        Exception: if the comparison fails for lack of memory.
     """
     key = device, kind
     # True even if the kernel was withdrawn later: its operator then falls back to PyTorch inside. Leaving the operator out
@@ -150,13 +154,13 @@ def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
 
 
 def judge(kind: str, device: str, trial: Callable[[], str]) -> Verdict:
-    """Compare a Triton kernel with PyTorch now, and store for later processes whether they agree.
+    """Compare a Triton kernel with PyTorch now, and store for later processes whether the two agree.
 
     Args:
         kind: name of the kernel, which is used in file names.
         device: name of the device that the kernel runs on, such as ``"cuda:0"``.
-        trial: function that compares the kernel with PyTorch, and describes the errors. It raises an exception if they are too
-            large. It runs in a separate thread, where no mode of torch (such as autocast) is active.
+        trial: function that compares the kernel with PyTorch and returns a text with the numerical errors. It raises an
+            exception if they are too large. It runs in a separate thread, where no mode of torch (such as autocast) is active.
 
     Returns:
         The result, which is also the answer of :func:`may_use` in this process from now on.
@@ -198,7 +202,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
 
 def withdrawn() -> dict[str, str]:
-    """Return a dict from the name of each Triton kernel that this process no longer uses to the reason."""
+    """Return the reasons why this process no longer uses certain Triton kernels, by the name of the kernel."""
     return dict(_withdrawn)
 
 
@@ -206,7 +210,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
     """Run a Triton kernel; if it fails, stop using it in this process and compute the result with PyTorch.
 
     Args:
-        kind: name of the kernel. If it is empty, every error of ``run`` is raised.
+        kind: name of the kernel. If it is empty, errors of ``run`` are not handled.
         device: device that the kernel runs on.
         run: function that calls the kernel.
         instead: function that computes the same result with PyTorch.
@@ -215,7 +219,7 @@ def guarded(kind: str, device: torch.device, run: Callable[[], Any], instead: Ca
         The result of ``run``, or of ``instead`` if the kernel fails or was withdrawn earlier.
 
     Raises:
-        Exception: if ``run`` fails for lack of memory, or if ``kind`` is empty.
+        Exception: the error of ``run``, if it is due to lack of memory or if ``kind`` is empty.
     """
     if kind in _withdrawn:
         return instead()
@@ -234,7 +238,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
     This is a collective operation: every process of the group must call it. Without ``torch.distributed``, it changes nothing.
 
     Args:
-        group: processes that agree; None for all processes.
+        group: process group whose processes take part; None for all processes.
 
     Returns:
         A dict whose keys are the names of the kernels that no process uses any longer, and whose values are the reasons.
@@ -303,7 +307,7 @@ def _is_stored(path: Path) -> bool:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file under a name that cannot be guessed, then rename it, so that no planted file or link is written to."""
+    """Write a JSON file under an unpredictable name, then rename it, so that no file or link planted there is written to."""
     aside = path.with_name(f"{path.stem}.{uuid4().hex}.part")
     try:
         with aside.open("x") as stream:

@@ -69,11 +69,11 @@ def mhla_window_attention(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     sink_q: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention with softmax weights for near tokens and MHLA weights for far tokens, in time linear in N.
+    """Compute attention with softmax weights for near tokens and MHLA weights for far tokens.
 
-    The weight of a near token j for query t is ``exp(scale q_t . k_j)``. The weight of a far token is
-    ``exp(far_t) m[i, b(j)] f_t . g_j``, with block b(j) of token j, mixing coefficients m between blocks, and features f and g
-    of queries and keys. Each output is the mean of the values with these weights.
+    MHLA is multi-head linear attention with mixing coefficients m between blocks. The weight of a near token j for query t is
+    ``exp(scale q_t . k_j)``. The weight of a far token j is ``exp(far_t) m[i, b(j)] f_t . g_j``, where b(j) is the block of
+    token j, and f and g are features of queries and keys. Each output is the mean of the values with these weights.
 
     With ``causal``, near tokens are in the query's block and in the block before it, all earlier tokens are far, and i is the
     block before the query's. Otherwise, near tokens are in the query's block and in the blocks next to it, along each axis and
@@ -86,8 +86,9 @@ def mhla_window_attention(
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``, they cover
-            the blocks of the grid only, without the block of sinks.
+        mixing: nonnegative coefficients, ``[M, M]`` or ``[H, M, M]`` for M blocks, or an object such as
+            :class:`mhla_kernels.ExponentialMixing`, as for :func:`mhla_kernels.mhla_attention`. With sinks and ``block_grid``,
+            they cover the blocks of the grid only, without the block of sinks.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: index of the first token of each block, followed by N; only without ``causal``.
         causal: whether a token attends only to itself and earlier tokens.
@@ -109,7 +110,7 @@ def mhla_window_attention(
 
     Raises:
         ValueError: if the shapes or options do not fit together, or if features are negative.
-        TypeError: if a dtype is not float32, bfloat16 or float64.
+        TypeError: if a dtype is not float32, bfloat16 or float64, or if ``mixing`` has an unsupported type.
     """
     mixing = as_mixing(mixing)
     if block_grid is not None and sinks and not causal:
@@ -164,7 +165,7 @@ def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sin
         x: tensors in blocks.
         mixing: mixing coefficients between all blocks.
         blocks: assignment of the tokens to blocks.
-        sinks: number of sinks, which are in the first block of each sequence.
+        sinks: number of sinks, the first tokens of each sequence, which later queries always read by softmax attention.
         sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for the
             queries of ``x``.
     """
@@ -195,8 +196,8 @@ class CausalWindow(NamedTuple):
         k: keys of the block before each block, ``[B, H, M, C, Dk]``.
         v: values of the block before each block, ``[B, H, M, C, V]``.
         visible: ``[B, M, C]`` bool, True for slots of the preceding block that may be attended to.
-        sink_k: keys of S sinks, ``[B, H, M or 1, S, Dk]``.
-        sink_v: values of the sinks, ``[B, H, M or 1, S, V]``.
+        sink_k: keys of S sinks, ``[B, H, M, S, Dk]``, or ``[B, H, 1, S, Dk]`` if all blocks of a row read the same sinks.
+        sink_v: values of the sinks, ``[B, H, M, S, V]`` or ``[B, H, 1, S, V]``.
         sinks_visible: ``[B, M, C, S]`` bool, True for sinks that a query attends to.
         sink_q: queries that read the sinks, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``; None for the queries
             of the block.
@@ -231,24 +232,24 @@ class CausalWindow(NamedTuple):
 def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None, sink_q: Tensor | None) -> Tensor:
     """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
 
-    Inputs are empty if the number of batch rows, tokens, heads or features is zero. Windowed attention has softmax weights for
-    near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
+    Inputs are empty if there are no batch rows, tokens or heads, or if the width V of a value is zero. Windowed attention has
+    softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
 
     Args:
         problem: checked arguments of :func:`mhla_window_attention`, except the features.
         f: features of the queries, ``[B, N, H, K]``.
         g: features of the keys, ``[B, N, H, K]``.
-        far: logarithm of a factor on the weights of far tokens; None if it was not given.
-        sink_q: queries that read the sinks; None if they were not given.
+        far: logarithm of a factor on the weights of far tokens; None if the caller did not pass it.
+        sink_q: queries that read the sinks (the first tokens, which every query reads); None if the caller did not pass them.
     """
     return nothing(problem, f, g, *(x for x in (far, sink_q) if x is not None))
 
 
 def check_sink_queries(sink_q: Tensor | None, q: Tensor, causal: bool = True) -> None:
-    """Check the queries that read the sinks.
+    """Check the queries that read the sinks, which are the first tokens of a sequence.
 
     Args:
-        sink_q: queries that read the sinks; None if they were not given.
+        sink_q: queries that read the sinks; None if the caller did not pass them, which is always valid.
         q: queries that read all other near tokens, ``[B, N, H, Dk]``.
         causal: whether the attention is causal.
 
@@ -272,11 +273,11 @@ def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     Far tokens are those outside the window of softmax attention.
 
     Args:
-        far: tensor broadcastable to ``[B, N, H]``; None for zeros.
+        far: logarithm of the factor, broadcastable to ``[B, N, H]``; None for zeros.
         q: queries, ``[B, N, H, Dk]``.
 
     Returns:
-        ``[B, N, H, 1]`` in the dtype of ``q``.
+        Expanded logarithms, ``[B, N, H, 1]`` in the dtype of ``q``.
     """
     if far is None:
         return q.new_zeros(*q.shape[:3], 1)
@@ -332,7 +333,10 @@ def check_window(
 
 
 def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
-    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one if ``has_sinks``. Skip symbolic sizes."""
+    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one if ``has_sinks``.
+
+    Symbolic sizes are not checked.
+    """
     grid = tuple(block_grid)
     if any(is_dynamic(length) for length in (*grid, number)):
         return
@@ -342,16 +346,16 @@ def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> No
 
 
 def _check_grid(problem: Problem, block_grid: Sequence[int] | None, causal: bool, sinks: int) -> tuple[int, ...] | None:
-    """Check the block grid of windowed attention, and return it; None for a sequence of blocks.
+    """Check the block grid of windowed attention, and return it as a tuple; None for a sequence of blocks.
 
     Args:
         problem: checked arguments of the call.
         block_grid: number of blocks along each axis; None for a sequence of blocks.
         causal: whether the attention is causal.
-        sinks: number of sinks.
+        sinks: number of sinks, the first tokens of a sequence, which every query reads.
 
     Raises:
-        ValueError: if a grid is given for causal attention, if the number of its blocks does not fit the call, or if the block
+        ValueError: if causal attention has a grid, if the number of blocks of the grid does not fit the call, or if the block
             before the grid has more tokens than there are sinks.
     """
     if block_grid is None:

@@ -49,7 +49,7 @@ def attend_all(
         mixing: mixing coefficients between all blocks.
         layout: partition of the tokens into blocks.
         grid: number of blocks along each axis; None for a sequence.
-        sinks: number of sinks, which are in the first block.
+        sinks: number of sinks (first tokens, which every query reads), all in the first block.
     """
     q, _, v, f, *_ = tokens
     blocks = layout.partition(q.device)
@@ -80,15 +80,15 @@ def attend_all(
 
 
 class Window(NamedTuple):
-    """Windowed attention without causality, computed block by block: its coefficients, and the grid of near blocks.
+    """Mixing coefficients and block grid of windowed attention without causality, with methods that compute it by blocks.
 
     Attributes:
         matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks, whose tokens
             softmax attention reads.
         blocks: partition of the tokens into blocks.
-        axes: number of blocks along each axis.
-        lead: number of blocks before the grid, 0 or 1.
-        sinks: number of sinks, which are in the first block.
+        axes: number of blocks along each axis of the grid.
+        lead: 1 if a block of sinks precedes the grid, otherwise 0.
+        sinks: number of sinks (first tokens, which every query reads), all in the first block.
     """
 
     matrix: Tensor
@@ -98,7 +98,9 @@ class Window(NamedTuple):
     sinks: int
 
     def far(self, tokens: Sequence[Tensor], real: Tensor) -> FarTokens:
-        """Compute the sums over the far tokens of each query from summaries of blocks, ``[B, H, N, V + 1]``.
+        """Compute the sums over the far tokens of each query from summaries of blocks.
+
+        The result holds the sums, ``[B, H, N, V + 1]``, and the logarithm of a factor on them, ``[B, H, N, 1]``.
 
         Args:
             tokens: tensors of all tokens, as :func:`attend_all` takes them.
@@ -165,18 +167,18 @@ def _gather(x: Tensor, block: Tensor) -> Tensor:
         block: indices of the blocks that each block reads, ``[M, R]`` int64.
 
     Returns:
-        ``[B, H, M, R * C, D]``.
+        Collected slots, ``[B, H, M, R * C, D]``.
     """
     # complete blocks are copied: selecting single slots takes ten times as long on a CPU
     return x.index_select(2, block.flatten()).unflatten(2, block.shape).flatten(3, 4)
 
 
 def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of the blocks that each block reads, namely itself and its neighbors.
+    """Return the indices of the blocks that each block reads by softmax attention: the block itself and its neighbors.
 
     Args:
         grid: number of blocks along each axis.
-        lead: number of blocks before the grid, which read no blocks: 0 or 1.
+        lead: number of blocks before the grid, 0 or 1; such a block reads no blocks.
         device: device of the results.
 
     Returns:
@@ -204,11 +206,11 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
 
 
 def _are_near(grid: Sequence[int], lead: int, device: torch.device) -> Tensor:
-    """Return a mask of pairs of blocks that are equal or neighbors, ``[M, M]`` bool.
+    """Return a mask that is True for pairs of a block with itself or with a neighboring block, ``[M, M]`` bool.
 
     Args:
         grid: number of blocks along each axis.
-        lead: number of blocks before the grid, 0 or 1, for which the mask is False.
+        lead: number of blocks before the grid, 0 or 1; the mask is False for such a block.
         device: device of the mask.
     """
     near = torch.ones(1, 1, dtype=torch.bool, device=device)

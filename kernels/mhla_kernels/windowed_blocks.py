@@ -17,7 +17,7 @@ from mhla_kernels.finite import finite_
 
 
 class InBlocks(NamedTuple):
-    """Tensors of windowed attention in M blocks of C slots, each of which holds a token or zeros.
+    """Tensors of windowed attention, arranged in M blocks of C slots. A slot holds one token or zeros.
 
     Attributes:
         q: queries, multiplied by the scale of the scores, ``[B, H, M, C, Dk]``.
@@ -52,7 +52,7 @@ class InBlocks(NamedTuple):
         return cls(q, k, v, f, g, far, visible)
 
     def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
-        """Return the tensors with sinks masked and their features zero, because every query reads sinks separately.
+        """Return the tensors with sinks masked and the features of their keys zero; queries read sinks separately.
 
         Args:
             is_first: ``[M]`` bool, True for blocks that begin a sequence.

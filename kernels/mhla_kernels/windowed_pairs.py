@@ -82,12 +82,13 @@ def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
 def weigh_pairs(tokens: Sequence[Tensor], mixing: Tensor, near: Tensor) -> FarTokens:
     """Compute the sums over the far tokens of each query, those outside its softmax window, from the scores of all pairs.
 
-    The sums are ``[B, H, N, V + 1]``: the weighted sums of the values and, in the last column, the sum of the weights.
+    The result holds the sums, ``[B, H, N, V + 1]``, and the logarithm of a factor on them, ``[B, H, N, 1]``. The sums are V
+    weighted sums of values and, in the last column, the sum of the weights.
 
     Args:
         tokens: queries, keys, values, features of queries and of keys, and the logarithm of the factor on far tokens,
             ``[B, N, H, ...]`` each. The features of masked keys are zero.
-        mixing: mixing coefficients of the blocks of both tokens, ``[N, N]`` or ``[H, N, N]``.
+        mixing: mixing coefficient of the blocks of each query (row) and key (column), ``[N, N]`` or ``[H, N, N]``.
         near: ``[N, N]`` bool, True where a key (column) is in the window of a query (row), so that the sums leave it out.
     """
     _, _, v, f, g, far = (x.transpose(1, 2) for x in tokens)
@@ -98,14 +99,14 @@ def weigh_pairs(tokens: Sequence[Tensor], mixing: Tensor, near: Tensor) -> FarTo
 
 
 def attend_near(tokens: Sequence[Tensor], real: Tensor, near: Tensor, far: FarTokens) -> Tensor:
-    """Compute the outputs of windowed attention, ``[B, N, H, V]``, with scores of all token pairs for the near ones.
+    """Compute windowed attention, ``[B, N, H, V]``. The softmax part scores all token pairs and masks the far ones.
 
     Args:
         tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each. Further tensors
             are ignored.
         real: mask of tokens that may be attended to, ``[B, N]`` bool.
         near: mask of near pairs, ``[N, N]`` bool.
-        far: sums over the far tokens.
+        far: sums over the far tokens of each query, which are added to those over the near tokens.
     """
     q, k, v = (x.transpose(1, 2) for x in tokens[:3])
     return combine(q, [NearTokens(k, v, near & real[:, None, None])], far).transpose(1, 2)

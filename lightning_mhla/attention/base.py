@@ -135,6 +135,8 @@ class Attention(AttentionKind):
     def flops(self, tokens: int) -> float:
         """Return the number of floating-point operations of the forward pass for one sequence, including the projections.
 
+        A multiply-add counts as two operations.
+
         Args:
             tokens: number of tokens of the sequence.
 
@@ -153,7 +155,7 @@ class Attention(AttentionKind):
         """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same.
 
         Args:
-            tokens: number of tokens in the longest sequence. A number below the present limit has no effect.
+            tokens: number of tokens in the longest sequence. A number that the layout already covers has no effect.
 
         Raises:
             ValueError: if the layer is not causal.
@@ -332,8 +334,8 @@ class Attention(AttentionKind):
             layout: token layout for this call only; None for the layer's own layout.
 
         Raises:
-            ValueError: if the number of tokens does not fit the layout or exceeds the maximum sequence length, or if ``x`` does
-                not have three axes, or arguments exclude each other.
+            ValueError: if ``x`` does not have three axes, the number of tokens does not fit the layout or exceeds the maximum
+                sequence length, the mask does not fit the tokens, or arguments exclude each other.
         """
         check_tokens("x", x)
         check_mask("key_mask", key_mask, x)

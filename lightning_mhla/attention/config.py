@@ -62,11 +62,12 @@ class AttentionConfig:
             dense has one free coefficient for each pair of blocks. exponential is a sum of exponentials of the distance between
             blocks, and its cost is linear in the number of blocks.
         mixing_terms: number of exponentials in exponential mixing.
-        mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, uniform gives all blocks the same.
+        mixing_init: initial mixing coefficients. locality gives nearby blocks more weight, and uniform gives all blocks equal
+            weight.
         mixing_per_head: whether each head has its own mixing coefficients.
         mixing_trainable: whether the mixing coefficients are trained.
         mixing_min_decay: smallest decay per block of exponential mixing, from 1e-5 to 2.5. A layer forgets a block after about
-            1 / mixing_min_decay blocks. If sequences are much longer than in training, choose it such that a layer forgets
+            1 / mixing_min_decay blocks. If sequences are much longer than in training, choose it so that a layer forgets
             within the training length.
         normalize: whether the attention weights of each query are divided by their sum, the normalizer (mhla, linear).
         feature_map: feature map of queries and keys (mhla, mhla_window, linear): relu, elu, softplus, sana, identity or
@@ -76,8 +77,8 @@ class AttentionConfig:
             relu and sana are both relu(x).
         lepe: width of a depthwise convolution of the values that is added to the output. It must be odd; 0 means no
             convolution.
-        rotary: whether queries and keys are rotated by their position after the feature map; for sequences and images (by row
-            and column). Rotated features may be negative, so mhla and linear also need either normalize off or
+        rotary: whether rotary position embedding is applied to queries and keys after the feature map; for sequences, and for
+            images (by row and column). Rotated features may be negative, so mhla and linear also need either normalize off or
             normalize_before_rotary on.
         rotary_base: base of the geometric series of rotary frequencies.
         normalize_before_rotary: whether the normalizer is computed from queries and keys before rotation (RoFormer, arXiv
@@ -213,7 +214,7 @@ class CrossAttentionConfig(AttentionConfig):
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log which options are set in ``config`` although its kind of attention ignores them.
+    """Log which options in ``config`` differ from their defaults although the kind of attention ignores them.
 
     The same message is logged only once.
 

@@ -155,8 +155,8 @@ class CrossAttention(nn.Module):
 
         Raises:
             ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is negative or not supported by
-                the layout, if masks do not fit the tokens, or if tokens and context differ in rows. Also if summaries were
-                computed by a different layer, differ from the queries in rows, heads or widths, or are given together with
+                the layout, if masks do not fit the tokens, or if tokens and context differ in rows. Summaries are rejected if
+                they were computed by a different layer, differ from the queries in rows, heads or widths, or are passed with
                 ``context_mask`` or ``context_layout``.
         """
         check_tokens("x", x)
@@ -230,8 +230,9 @@ class CrossAttention(nn.Module):
             layout: layout of the context; None for the layout of the last :meth:`fit`.
 
         Returns:
-            Keys ``[B, Nk, Hkv, Dk]``, values ``[B, Nk, Hkv, Dv]``, mask ``[B, Nk]`` or None, and the permutation of the context
-            tokens into block order.
+            Keys ``[B, Nk, Hkv, Dk]``, values ``[B, Nk, Hkv, Dv]``, their mask ``[B, Nk]`` (None if all are visible), and the
+            permutation of the context tokens into block order. If blocks are padded to equal length, Nk includes the padding,
+            and the mask hides it.
         """
         check_tokens("context", context)
         check_mask("context_mask", mask, context)
@@ -242,7 +243,11 @@ class CrossAttention(nn.Module):
         return k, v, visible, placement
 
     def attend(self, inputs: CrossInputs) -> Tensor:
-        """Compute the attention outputs ``[B, Nq, H, Dv]`` of all queries. Each kind implements this method."""
+        """Compute the attention outputs ``[B, Nq, H, Dv]`` of all queries. Each kind implements this method.
+
+        Args:
+            inputs: queries, keys and values, with masks and the partition into blocks.
+        """
         raise NotImplementedError
 
     def summaries_of(self, k: Tensor, v: Tensor, key_mask: Tensor | None, context: Placement) -> ContextSummaries:
@@ -268,7 +273,9 @@ class CrossAttention(nn.Module):
         raise NotImplementedError
 
     def open_gate(self) -> None:
-        """Initialize the gate so that it leaves the output unchanged, to start from weights that had no gate.
+        """Initialize the gate so that it leaves the output unchanged.
+
+        The layer can then start from weights that were trained without a gate.
 
         Raises:
             ValueError: if the gate has no bias.

@@ -67,12 +67,13 @@ class ContextSummaries:
     computed them can read them; its copies cannot.
 
     Attributes:
-        keys: summaries of the Mk blocks, ``[B, H, Mk, K, V]`` and ``[B, H, Mk, K]``.
+        keys: sums of ``k^T v``, ``[B, H, Mk, K, V]``, and sums of k, ``[B, H, Mk, K]``, over the tokens of each of Mk blocks.
+            Keys k have K features, and values v have width V.
         context: order and blocks of the context.
         layer: weak reference to the layer that computed the summaries.
         key_width: width Dk of the keys before the feature map.
-        mixture: index of a block of queries and its mixed summary, if the last call had queries of this block only; None after
-            calls with several blocks of queries or with gradients.
+        mixture: index of a block of queries and its mixed summary, if the last call had queries of this block only; None before
+            the first call, and after calls with several blocks of queries or with gradients.
     """
 
     keys: KeySummaries
@@ -82,7 +83,7 @@ class ContextSummaries:
     mixture: tuple[int, KeySummaries] | None = field(default=None, repr=False)
 
     def select(self, rows: Tensor) -> ContextSummaries:
-        """Return the summaries of the batch rows with indices ``rows``, ``[B']`` int64. An index may occur several times."""
+        """Return the summaries of the batch rows with the indices ``rows``, ``[B']`` int64. An index may occur repeatedly."""
         mixture = None if self.mixture is None else (self.mixture[0], self.mixture[1].select(rows))
         return replace(self, keys=self.keys.select(rows), mixture=mixture)
 
@@ -90,7 +91,7 @@ class ContextSummaries:
         """Check that the queries of a layer can read these summaries.
 
         Args:
-            layer: layer that reads them.
+            layer: layer that computed the queries.
             q: queries ``[B, Nq, H, Dk]``, before the feature map.
 
         Raises:
@@ -110,14 +111,14 @@ class ContextSummaries:
 
 
 def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, start: int = 0) -> Placement:
-    """Return the order and blocks of the tokens of one call.
+    """Return the order of the tokens of one cross-attention call, and their partition into blocks.
 
     Args:
         name: ``"query"`` or ``"context"``, for error messages.
         order: permutation for the layout of the layer.
         layout: layout of this call; None for the layout of the layer.
         x: tokens ``[B, N, ...]``.
-        start: number of tokens of the sequence before these.
+        start: number of tokens that precede ``x`` in the sequence.
 
     Returns:
         Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.

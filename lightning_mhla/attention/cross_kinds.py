@@ -92,11 +92,16 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
 
     @property
     def eps(self) -> float:
-        """Small constant that is added to the sum of a query's attention weights before dividing by it."""
+        """Small constant that is added to the sum of a query's attention weights before the output is divided by this sum."""
         return SANA_EPS if self.config.feature_map == "sana" else EPS
 
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-        """Return the features of queries and keys, and the feature map that the attention operator still has to apply."""
+        """Return the features of queries and keys, and the feature map that the attention operator still has to apply to them.
+
+        Args:
+            q: queries, ``[B, Nq, H, Dk]``.
+            k: keys, ``[B, Nk, H, Dk]``.
+        """
         if self.features is None:
             return apply_features(q, k, self.config.feature_map)
         q, _, k = self.features(q, k)  # a factor on a query's features means nothing
@@ -105,18 +110,22 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
     def coefficients(self, inputs: CrossInputs) -> tuple[Tensor, dict[str, Any]]:
         """Return mixing coefficients ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and keyword arguments that describe the blocks.
 
+        The keyword arguments are those of :func:`mhla_kernels.mhla_attention`, such as ``block_size`` and ``key_block_size``.
         Linear attention has one block of queries and one block of keys, so its only coefficient is 1.
+
+        Args:
+            inputs: inputs of the call.
         """
         return inputs.q.new_ones(1, 1), {"block_size": inputs.q.shape[1], "key_block_size": inputs.k.shape[1]}
 
 
 def _token_layout(tokens: int, blocks: Mapping[str, Any]) -> TokenLayout:
-    """Return the partition of ``tokens`` tokens into blocks, described by ``block_size`` or ``block_offsets`` in ``blocks``."""
+    """Return the partition of ``tokens`` tokens into blocks, given by ``block_size`` or ``block_offsets`` in ``blocks``."""
     return TokenLayout(tokens, blocks.get("block_size", 0), blocks.get("block_offsets"))
 
 
 class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
-    """Cross-attention with multi-head linear attention over blocks (MHLA, arXiv 2601.07832, between two sequences).
+    """Cross-attention layer with multi-head linear attention over blocks of tokens (MHLA, arXiv 2601.07832).
 
     Each block of the context has a key-value summary, the sum of ``k v^T`` over its tokens. The queries of a block read a sum
     of all summaries, weighted by learned mixing coefficients. For example, 16 x 16 tokens of an image in 4 x 4 blocks read a
@@ -132,6 +141,9 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
 
     The constructor takes the arguments of :class:`CrossAttention`, and a configuration of kind ``"mhla"``. If the
     configuration sets ``block_grid`` or ``block_size``, they must agree with ``layout``.
+
+    Raises:
+        ValueError: if the configuration does not agree with the layouts, or for the same reasons as in :class:`CrossAttention`.
     """
 
     unused: ClassVar[tuple[str, ...]] = ()
@@ -172,7 +184,13 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
 
     @override
     def coefficients(self, inputs: CrossInputs) -> tuple[Tensor, dict[str, Any]]:
-        """Return the learned coefficients, ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and arguments that describe the blocks."""
+        """Return the learned coefficients, ``[Mq, Mk]`` or ``[H, Mq, Mk]``, and keyword arguments that describe the blocks.
+
+        The keyword arguments are those of :func:`mhla_kernels.mhla_attention`, such as ``block_size`` and ``key_block_size``.
+
+        Args:
+            inputs: inputs of the call.
+        """
         queries, context = inputs.queries, inputs.context
         mixing = self.mixing(queries.layout.block_grid, context.layout.block_grid, inputs.first)
         return mixing, {**queries.blocks, **{f"key_{name}": value for name, value in context.blocks.items()}}
@@ -214,7 +232,7 @@ def build_cross_attention(
         **options: further keyword arguments of :class:`CrossAttention`, such as ``context_dim``.
 
     Raises:
-        ValueError: if the kind has no cross-attention.
+        ValueError: if the kind has no cross-attention, or the arguments do not fit together, see :class:`CrossAttention`.
     """
     check_cross_config(config, config.kind)
     return CrossAttention.kinds[config.kind](dim, heads, layout, context_layout, config, **options)

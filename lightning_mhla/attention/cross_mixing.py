@@ -92,8 +92,8 @@ class DenseCrossCoefficients(FreeCoefficients):
             first: number of query blocks before these, for a later part of a sequence.
 
         Raises:
-            ValueError: if there are more blocks than the coefficients were made for. If a layout has no ``block_size``, also if
-                its number of blocks along an axis differs from the number that they were made for.
+            ValueError: if there are more blocks than the coefficients were made for, or if a layout without ``block_size`` has
+                a different number of blocks along an axis than the coefficients were made for.
         """
         blocks = []
         for name, grid, skipped, layout in zip(
@@ -118,12 +118,13 @@ class DenseCrossCoefficients(FreeCoefficients):
         """Convert coefficients of another layer to the number of heads of this layer.
 
         Args:
-            name: ignored; there is one parameter.
+            name: name of the parameter; ignored, because there is only one.
             values: coefficients of the other layer, ``[Mq, Mk]`` or ``[H', Mq, Mk]`` for H' heads.
             block_grid: number of query blocks along each axis in the other layer; None if it is unknown.
 
         Returns:
-            Values in the shape of this layer's parameter; None if the blocks or the numbers of heads differ.
+            Values in the shape of this layer's parameter; None if the blocks differ, or if both layers have coefficients for
+            each head and the numbers of heads differ.
         """
         if values.shape[-2:] != self.weight.shape[-2:] or block_grid not in (None, self.grid):
             return None
@@ -197,19 +198,23 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
 
     @override
     def matrix(self) -> Tensor:
-        """Return the coefficients between the blocks of the layouts that the layer was built with."""
+        """Return the coefficients between the blocks of the layouts that the layer was built with, for analysis.
+
+        Returns:
+            ``[Mq, Mk]``, or ``[H, Mq, Mk]`` if each of H heads has its own coefficients.
+        """
         coefficients: Tensor = self(self.layouts[0].block_grid, self.layouts[1].block_grid)
         return coefficients
 
 
 def _products(factors: Sequence[Tensor]) -> Tensor:
-    """Compute the products of weights along the axes of a grid, for all pairs of blocks in row-major order.
+    """Multiply the weights along the axes of a grid, for all pairs of a query block and a key block in row-major order.
 
     Args:
         factors: for each axis, weights ``[..., queries, keys]`` between the positions of query blocks and key blocks.
 
     Returns:
-        ``[..., Mq, Mk]`` for Mq query blocks and Mk key blocks in total.
+        Products ``[..., Mq, Mk]`` for Mq query blocks and Mk key blocks in total.
     """
     product, *others = factors
     for factor in others:

@@ -22,7 +22,7 @@ class LearnedFeatures(nn.Module):
 
     Each head has one matrix W for queries and one for keys. To avoid overflow, the features of each query are divided by the
     largest of them, and the forward pass also returns the logarithm of this divisor. Exponents of keys are clamped to ±30.
-    Gradients ignore the clamp, so that training can bring exponents beyond it back.
+    Gradients ignore the clamp, so that training can bring larger exponents back into this range.
 
     W starts as ``Dk ** -0.25`` times the identity matrix, where Dk is the width of a key. The attention weight of a query q and
     a key k is then the sum of ``exp(s_i) + exp(-s_i)`` over their components i, with ``s_i = Dk ** -0.25 * (q_i + k_i)``.

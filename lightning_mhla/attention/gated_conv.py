@@ -27,7 +27,7 @@ class ConvolutionOptions:
     """Options of the gated convolution.
 
     Args:
-        conv: width of the convolution: the number of tokens that each output depends on, including its own.
+        conv: width of the convolution: the number of tokens that each output depends on, including the output's own token.
     """
 
     conv: int = 3
@@ -42,6 +42,9 @@ class GatedConvolution(Attention, kind="gated_conv"):
 
     This is BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with attention
     layers. Queries are as wide as values, and there are no keys. The constructor takes the arguments of :class:`Attention`.
+
+    Raises:
+        ValueError: if ``projections`` is False, or for the same reasons as in :class:`Attention`.
     """
 
     Options = ConvolutionOptions

@@ -25,7 +25,7 @@ class GLAOptions(RecurrentOptions):
             recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
         backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         decay_rank: rank of the projection from tokens to decays.
-        decay_divisor: number that divides the log-decays. The larger it is, the closer to 1 the decays start.
+        decay_divisor: number by which the log-decays are divided. A larger number makes the initial decays closer to 1.
     """
 
     decay_rank: int = 16

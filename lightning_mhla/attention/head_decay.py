@@ -8,9 +8,9 @@ from torch.nn import functional as F
 
 
 class HeadDecay(nn.Module):
-    """Learned step size and decay of each token and head.
+    """Learned projection of tokens to a step size and a decay for each head.
 
-    Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464) use them. For a token x, ``step = softplus(W x + bias)``
+    Mamba-2 (arXiv 2405.21060) and Gated DeltaNet (arXiv 2412.06464) use it. For a token x, ``step = softplus(W x + bias)``
     and ``log_decay = -exp(rate) step``, where W, ``rate`` and ``bias`` are learned. Initially, ``exp(rate)`` is uniform between
     ``least_rate`` and 16, and ``softplus(bias)`` is log-uniform between 0.001 and 0.1.
 

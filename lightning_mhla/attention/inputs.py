@@ -35,7 +35,10 @@ def check_tokens(name: str, x: Tensor) -> None:
 
 
 def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
-    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``[B, N, ...]``."""
+    """Raise ValueError unless a mask is None or ``[B, N]`` bool for tokens ``x``, ``[B, N, ...]``.
+
+    The message contains ``name``, the name of the argument.
+    """
     if mask is not None:
         check_is_tensor(name, mask)
     if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
@@ -48,12 +51,12 @@ def check_state(state: Any, state_class: type, kind: str | None) -> None:
     """Check that a generation state was made by a layer of the same kind of attention.
 
     Args:
-        state: state to check; None at the start.
+        state: state to check; None, which stands for the state before the first token, is always valid.
         state_class: class of the states of this kind.
         kind: name of the kind of attention of the layer.
 
     Raises:
-        ValueError: if the state is of a different class or kind; the message names both.
+        ValueError: if the state is of a different class or kind.
     """
     if state is not None and not (isinstance(state, state_class) and getattr(state, "kind", None) == kind):
         made = f"kind {state.kind!r}" if isinstance(getattr(state, "kind", None), str) else type(state).__name__
@@ -108,5 +111,5 @@ class AttentionInputs:
 
     @property
     def turned(self) -> tuple[Tensor, Tensor]:
-        """Queries and keys after rotary embedding; unchanged if ``rotary`` is None."""
+        """Queries and keys after rotary embedding, in the shapes of ``q`` and ``k``; unchanged if ``rotary`` is None."""
         return (self.q, self.k) if self.rotary is None else (self.rotary.turn(self.q), self.rotary.turn(self.k))

@@ -89,8 +89,8 @@ class AttentionKind(nn.Module):
 
         Raises:
             ValueError: if ``causal`` is neither a bool nor ``"block"``, the configuration names a different kind, or the kind
-                does not support the layer's causality. Also if a causal layer has ``lepe``, prefix tokens or a grid with more
-                than one axis, or a block-causal layer has uneven blocks.
+                does not support the layer's causality. A causal layer is rejected if it has ``lepe``, prefix tokens or a grid
+                with more than one axis, and a block-causal layer also if it has uneven blocks.
         """
         if causal not in (False, True, "block"):
             raise ValueError(f"causal={causal!r} must be True, False or 'block'")
@@ -122,7 +122,7 @@ class AttentionKind(nn.Module):
         """Return the attention options of one layer. The default implementation returns ``options`` unchanged.
 
         Args:
-            options: options of this kind of attention in the model's configuration; None for a kind without options.
+            options: options of this kind of attention in the model's configuration, by name; None if none are set.
             layer: index of the layer, counted from 0.
         """
         return options
@@ -175,8 +175,8 @@ class AttentionKind(nn.Module):
 
         Args:
             inputs: inputs of the next tokens. Rows with fewer tokens than others are padded on the right.
-            state: state after the previous tokens; None for the first tokens. The method may modify it in place. Do not use it
-                again.
+            state: state after the previous tokens; None for the first tokens. Do not use it again, because the method may
+                modify it in place.
             counts: number of next tokens in each row, without padding.
 
         Returns:

@@ -67,11 +67,11 @@ class BlockLayout:
 
     In raster order, the prefix tokens come first, then the tokens of the grid with the last axis varying fastest. In block
     order, the tokens of each block are contiguous. If the number of blocks does not divide the length of an axis, blocks differ
-    in size; tokens are never padded.
+    in size.
 
     Args:
         grid: number of tokens along each axis: ``(length,)``, ``(height, width)`` or ``(frames, height, width)``.
-        blocks: number of blocks along each axis. Give either ``blocks`` or ``block_size``.
+        blocks: number of blocks along each axis. Give exactly one of ``blocks`` and ``block_size``.
         block_size: number of tokens in a block of a 1-D grid; the last block may be shorter.
         prefix_tokens: number of tokens before the grid, such as class and register tokens. They form one additional block.
 
@@ -152,7 +152,7 @@ class BlockLayout:
 
     @cached_property
     def block_offsets(self) -> Tensor:
-        """Block-order index of the first token of each of the M blocks, followed by the number of tokens.
+        """Index in block order of the first token of each of the M blocks, followed by the number of tokens.
 
         The tensor is ``[M + 1]`` int64 on the CPU.
         """
@@ -200,9 +200,10 @@ class BlockLayout:
 
     @cached_property
     def operator_blocks(self) -> dict[str, Any]:
-        """Keyword argument that describes the blocks to the functions of ``mhla_kernels``.
+        """Keyword argument that describes the blocks to the functions of ``mhla_kernels``, as a dict with one entry.
 
-        It is ``block_size`` if all blocks have the same size, except for a shorter last one. Otherwise it is ``block_offsets``.
+        The key is ``"block_size"`` if all blocks have the same size, except for a shorter last one. Otherwise, the key is
+        ``"block_offsets"``, and the value is the index of the first token of each block, followed by the number of tokens.
         """
         if self.block_size is not None and not self.prefix_tokens:
             return {"block_size": self.block_size}  # also if there are fewer tokens, since later calls may have more
@@ -269,7 +270,9 @@ class BlockLayout:
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:
-        """Compute the slot of each token in the padded blocks, ``[N]`` int64, in raster order without prefix tokens.
+        """Compute the slot of each of the N tokens of the grid in the padded blocks, ``[N]`` int64, in raster order.
+
+        Prefix tokens and their block are left out.
 
         Args:
             sizes: number of slots of a padded block along each axis.
@@ -294,7 +297,10 @@ class LayoutTables(nn.Module):
     """
 
     def tables(self) -> dict[str, Tensor]:
-        """Compute this module's buffers from the token layout, on the CPU, and return them by name. Subclasses implement it."""
+        """Compute this module's buffers from the token layout, on the CPU, and return them by name.
+
+        Derived classes implement this method.
+        """
         raise NotImplementedError
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutTables:

@@ -54,7 +54,7 @@ class LocalPositionalEncoding(LayoutTables):
         return {"to_grid": self.layout.inverse[prefix:], "from_grid": self.layout.order[prefix:] - prefix}
 
     def forward(self, v: Tensor, key_mask: Tensor | None = None, placement: Placement | None = None) -> Tensor:
-        """Convolve values ``[B, N, channels]``; the output has the same shape.
+        """Convolve values ``[B, N, channels]`` over the token grid. The output has the same shape and order.
 
         Args:
             v: values in the block order of the layout.
@@ -88,7 +88,7 @@ def hide_rows(out: Tensor, key_mask: Tensor | None) -> Tensor:
 
     Args:
         out: vectors of the tokens, ``[B, N, ...]``.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None to return ``out`` itself.
+        key_mask: ``[B, N]`` bool, False for hidden tokens. If it is None, ``out`` itself is returned.
     """
     if key_mask is None:
         return out

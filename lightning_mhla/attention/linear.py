@@ -33,7 +33,7 @@ class LinearAttention(SummaryAttention, kind="linear"):
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
         """Return mixing coefficients of 1, and a dict with the ``block_size`` to pass to the functions of ``mhla_kernels``.
 
-        The coefficients of causal attention are an ``ExponentialMixing`` without decay, which fits any number of blocks.
+        The coefficients of causal attention are an ``ExponentialMixing`` with a decay of 0, which fits any number of blocks.
         Otherwise, all tokens form one block, whose only coefficient is 1.
 
         Args:

@@ -133,6 +133,9 @@ class MHLA(SummaryAttention, kind="mhla"):
         """Extend a causal layer to sequences of up to ``tokens`` tokens. Outputs for shorter sequences stay the same.
 
         Dense mixing coefficients of new blocks are extrapolated from the existing ones.
+
+        Raises:
+            ValueError: if the layer is not causal.
         """
         super().extend(tokens)
         self.mixing.extend(self.layout.num_blocks)
@@ -142,7 +145,7 @@ class MHLA(SummaryAttention, kind="mhla"):
         """Return the learned mixing coefficients, and keyword arguments that describe the blocks.
 
         Args:
-            q: queries, not used here.
+            q: queries; ignored, because the coefficients do not depend on them.
             placement: permutation of the tokens into block order, for this call only; None for the layout of the last
                 :meth:`fit`.
 
@@ -155,7 +158,9 @@ class MHLA(SummaryAttention, kind="mhla"):
         return self.mixing(None if self.causal else self.layout.block_grid), self.blocks
 
     def summaries_mixed(self, tokens: int) -> float:
-        """Return how many weighted block summaries are added in total to compute the mixed summaries of all blocks.
+        """Return the number of weighted block summaries that are added up to compute the mixed summaries of all blocks.
+
+        The number of blocks is proportional to ``tokens``, so the result may be fractional.
 
         Args:
             tokens: number of tokens of the sequence.
@@ -170,7 +175,7 @@ class MHLA(SummaryAttention, kind="mhla"):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Return the number of floating-point operations of MHLA on one sequence, without the projections.
+        """Return the number of floating-point operations of the attention of one sequence, without the projections.
 
         Args:
             tokens: number of tokens of the sequence.

@@ -96,13 +96,13 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def check_init(init: str) -> None:
-    """Raise ValueError unless ``init`` names initial mixing coefficients: ``"locality"`` or ``"uniform"``."""
+    """Raise ValueError unless ``init`` is ``"locality"`` or ``"uniform"``, a name of initial mixing coefficients."""
     if init not in ("locality", "uniform"):
         raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
 
 
 class MixingCoefficients(nn.Module):
-    """Base class of modules that hold the mixing coefficients of a layer.
+    """Base class of modules that hold the mixing coefficients of a layer, the weights with which blocks read block summaries.
 
     Parameters stay in float32 regardless of the model's precision. Coefficients must not be negative. :meth:`forward` and
     :meth:`matrix` therefore reflect parameters outside the allowed range back into it (:func:`bounded`), so that an optimizer,
@@ -128,7 +128,7 @@ class MixingCoefficients(nn.Module):
     def resize(self, block_grid: tuple[int, ...]) -> None:
         """Resize the parameters to a different number of blocks along each axis.
 
-        They may be replaced with new objects, so optimizers must be built afterwards.
+        Parameters may be replaced with new objects, so optimizers must be built afterwards.
 
         Args:
             block_grid: new number of blocks along each axis.
@@ -146,8 +146,8 @@ class MixingCoefficients(nn.Module):
     def bring_inside_(self) -> None:
         """Reflect parameters outside the allowed range back into it, in place.
 
-        The outputs of the model do not change, because each forward pass computes with the reflected values. Programs that
-        read the parameters directly then see these values too.
+        The outputs of the model do not change, because each forward pass computes with the reflected values. After this call,
+        code that reads the parameters directly also sees the reflected values.
         """
         raise NotImplementedError
 
@@ -286,7 +286,7 @@ class DenseCoefficients(FreeCoefficients):
         Causal coefficients are extended or cut. Others are resized by interpolation.
 
         Args:
-            name: name of the parameter.
+            name: name of the parameter; ignored, because there is only one.
             values: coefficients of the other layer, ``[M', M']`` or ``[H', M', M']`` for M' blocks and H' heads.
             block_grid: number of blocks along each axis in the other layer; None if it is unknown, or for a sequence.
 
@@ -470,7 +470,7 @@ class ExponentialCoefficients(MixingCoefficients):
 
     @override
     def extend(self, blocks: int) -> None:
-        """Set the number of blocks of causal coefficients. The parameters fit any number and do not change."""
+        """Set the number of blocks of causal coefficients. The parameters fit any number of blocks and do not change."""
         self.blocks = blocks
 
 
@@ -485,8 +485,8 @@ def for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
         parameter: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
-        Converted values; None if both are three-dimensional with different numbers of heads. Two tensors with at most two axes
-        each are not compared, and ``values`` is returned.
+        Converted values. If both tensors have the same number of axes, the result is ``values`` itself, or None if there are
+        three axes and the numbers of heads differ. With fewer axes, the numbers of heads are not compared.
     """
     if values.dim() < parameter.dim():
         return values.expand(parameter.shape[0], *values.shape).clone()

@@ -51,7 +51,10 @@ class TokenOrder(LayoutTables):
         return Placement(self.layout, self.order, self.inverse, {})
 
     def operator_layout(self, layout: BlockLayout) -> BlockLayout:
-        """Return a layout of the same grid whose block order is the order that this class produces. Subclasses implement it."""
+        """Return a layout of the same grid whose block order is the order that this class produces.
+
+        Subclasses implement this method.
+        """
         raise NotImplementedError
 
 
@@ -62,7 +65,7 @@ class BlockOrder(TokenOrder):
     def tables(self) -> dict[str, Tensor]:
         """Return the permutation from raster to block order (``order``) and its ``inverse``, by name.
 
-        The dictionary is empty if no permutation is needed.
+        Both are ``[N]`` int64. The dictionary is empty if no permutation is needed.
         """
         if self.block_ordered or self.layout.is_raster:
             return {}
@@ -80,7 +83,7 @@ class RasterOrder(TokenOrder):
     def tables(self) -> dict[str, Tensor]:
         """Return the permutation from block to raster order (``order``) and its ``inverse``, by name.
 
-        The dictionary is empty if no permutation is needed.
+        Both are ``[N]`` int64. The dictionary is empty if no permutation is needed.
         """
         if not self.block_ordered or self.layout.is_raster:
             return {}
@@ -95,9 +98,9 @@ class RasterOrder(TokenOrder):
 class GivenOrder(TokenOrder):
     """Module that keeps the order of the layer's inputs.
 
-    It is for attention that treats a token alike wherever it is in the sequence. In a backbone that puts the tokens of all
-    layers into block order, the order of the inputs is block order. Otherwise, it is raster order. The tokens of causal
-    attention have a 1-D grid, whose block order is raster order.
+    Attention uses this module if it gives the same results in block order and in raster order. In a backbone that puts the
+    tokens of all layers into block order, the inputs are in block order; otherwise, they are in raster order. Causal attention
+    has a 1-D grid, in which the two orders are the same.
     """
 
     @override

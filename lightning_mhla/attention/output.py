@@ -25,7 +25,7 @@ def build_norm(config: AttentionConfig, width: int) -> nn.RMSNorm | None:
         width: number of output features of a head.
 
     Returns:
-        The norm; None if the configuration turns it off.
+        The norm; None if ``config.output_norm`` is False, or if it is None and ``config.normalize`` is True.
     """
     has_norm = not config.normalize if config.output_norm is None else config.output_norm
     return nn.RMSNorm(width, OUTPUT_NORM_EPS) if has_norm else None
@@ -58,7 +58,7 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
         activation: ``"silu"`` or ``"identity"``.
 
     Returns:
-        ``[B, N, H * Dv]``.
+        Gated output, ``[B, N, H * Dv]``.
     """
     if gate is None:
         return out
@@ -68,12 +68,12 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
 
 @torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
-    """Initialize gate and local positional encoding, if present, so that they leave the layer's output unchanged.
+    """Initialize the gate and the local positional encoding, if present, so that neither changes the layer's output.
 
     Args:
         gate: projection of the gate; None for a layer without a gate.
         lepe: local positional encoding; None for a layer without one.
-        activation: activation of the gate.
+        activation: activation of the gate, ``"silu"`` or ``"identity"``.
 
     Raises:
         ValueError: if the gate has no bias.

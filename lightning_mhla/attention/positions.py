@@ -50,7 +50,7 @@ def rotary_frequencies(width: int, base: float, device: torch.device | str = "cp
         device: device of the result.
 
     Returns:
-        ``[width / 2]`` float64.
+        Angles, ``[width / 2]`` float64.
     """
     return base ** -(torch.arange(0, width, 2, device=device, dtype=torch.float64) / width)
 
@@ -79,8 +79,8 @@ def grid_angles(grid: tuple[int, int], width: int, base: float = 10_000.0) -> Ro
     """Compute the rotary angles of the tokens of an image.
 
     The first half of a head's features encodes the row, the second half the column. Each half has n = D / 4 pairs of
-    features. Pair i is rotated by ``position * base^(-i / (n - 1))``, as in the code of RAVLT (arXiv 2411.07635). Frequencies
-    range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
+    features. Pair i is rotated by ``position * base^(-i / (n - 1))`` radians, as in the code of RAVLT (arXiv 2411.07635). The
+    frequencies range from 1 to ``1 / base``, both included. Features 2i and 2i + 1 form a pair.
 
     Args:
         grid: number of rows and number of columns of tokens.
@@ -112,10 +112,11 @@ def sequence_positions(x: Tensor, cu_seqlens: Tensor | Sequence[int] | None = No
             one sequence in each row.
 
     Returns:
-        ``[N]`` int64.
+        Positions, ``[N]`` int64.
 
     Raises:
-        ValueError: if ``cu_seqlens`` is not one axis of integers. The values of a tensor are not checked.
+        ValueError: if ``cu_seqlens`` is neither a 1-D integer tensor nor a sequence of at least two integers. The values of a
+            tensor are not checked.
     """
     position = torch.arange(x.shape[1], device=x.device)
     if cu_seqlens is None:
@@ -166,13 +167,13 @@ class PositionLimit:
         """Rotate queries or keys at positions beyond the limit back to the last position within it.
 
         Args:
-            tensors: queries or keys after rotary embedding, ``[B, N, H, D]`` each.
+            *tensors: queries or keys after rotary embedding, ``[B, N, H, D]`` each.
             lengths: number of previous tokens in each row; empty if there are none.
             cu_seqlens: index of the first token of each sequence packed into a row, followed by N; None for one sequence in
                 each row.
 
         Returns:
-            The tensors, rotated; the same tensors if no token is beyond the limit.
+            The rotated tensors; the given tensors themselves if no token is beyond the limit.
         """
         x = tensors[0]
         ends = [length + x.shape[1] for length in lengths or (0,)]
@@ -235,7 +236,9 @@ class SequenceRotary:
 
 
 class GridRotary(LayoutTables):
-    """Source of a layer's rotary angles for images, which depend on row and column. Call :meth:`fit` before the first use.
+    """Source of a layer's rotary angles for images, in which the angles of a token depend on its row and column.
+
+    Call :meth:`fit` before the first use.
 
     Args:
         width: width of a key, a multiple of 4.
@@ -300,6 +303,9 @@ def build_rotary(layout: BlockLayout, width: int, base: float, projections: bool
         base: base of the geometric series of frequencies.
         projections: whether the layer has its own projections to queries, keys and values. If not, the module that provides
             them also provides the angles.
+
+    Returns:
+        :class:`SequenceRotary` for a 1-D grid or a layer without its own projections; otherwise, :class:`GridRotary`.
 
     Raises:
         ValueError: if a layer with its own projections has keys of odd width, prefix tokens, or a grid with three axes.

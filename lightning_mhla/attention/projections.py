@@ -30,7 +30,7 @@ class Projections(NamedTuple):
         """Project tokens to queries, keys and values, in the order in which attention processes the tokens.
 
         Args:
-            x: tokens ``[B, S, dim]`` in the order in which attention processes them.
+            x: tokens ``[B, S, dim]`` in the order in which attention processes them. S is larger than N if blocks are padded.
             raster: tokens ``[B, N, dim]`` in the order of the layer's input.
             order: ``[S]``, index in ``raster`` of each token of ``x``; None if the orders are equal.
 

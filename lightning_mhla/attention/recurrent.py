@@ -49,6 +49,9 @@ class ConvolvedOptions(RecurrentOptions):
             recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
         backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
+
+    Raises:
+        ValueError: if ``conv`` is negative.
     """
 
     conv: int = 4
@@ -67,7 +70,7 @@ class RecurrentState:
         memory: state of the recurrence, ``[B, H, Dk, Dv]``; empty for a layer without a recurrence.
         last: latest inputs of the short convolution, ``[B, taps - 1, channels]``, where each output depends on ``taps`` tokens;
             None without a convolution.
-        kind: name of the kind of attention, which every call with the state must share.
+        kind: name of the kind of attention. Only layers of this kind can use the state.
     """
 
     lengths: tuple[int, ...]
@@ -76,7 +79,7 @@ class RecurrentState:
     kind: str
 
     def select(self, rows: Tensor) -> RecurrentState:
-        """Return the state of the batch rows with indices ``rows``."""
+        """Return the state of the batch rows whose indices are in ``rows``, a 1-D integer tensor."""
         index = rows.to(self.memory.device)
         last = None if self.last is None else self.last.index_select(0, index)
         lengths = tuple(self.lengths[row] for row in rows.tolist())
@@ -125,9 +128,9 @@ class RecurrentAttention(Attention):
     """Base class of attention layers with a recurrent state, which decays before each token is added to it.
 
     Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Hidden
-    tokens leave the state unchanged. The output of each head is normalized by an RMSNorm and multiplied by SiLU of a projection
-    of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands`, and set :attr:`recurrence`
-    or implement :meth:`recur`. The constructor takes the arguments of :class:`Attention`.
+    tokens leave the state unchanged. The output of each head is normalized by an RMSNorm. It is then multiplied by a gate, the
+    SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands`, and set
+    :attr:`recurrence` or implement :meth:`recur`. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
         ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. Use :meth:`AttentionConfig.at_layer` to
@@ -181,7 +184,7 @@ class RecurrentAttention(Attention):
 
         Args:
             operands: queries, keys, values and gates, all with the number of heads of the layer.
-            options: keyword arguments of the recurrence: ``initial_state``, ``cu_seqlens`` and ``backend``.
+            **options: keyword arguments of the recurrence: ``initial_state``, ``cu_seqlens`` and ``backend``.
 
         Returns:
             Outputs ``[B, N, H, Dv]``, and the final state ``[B, H, Dk, Dv]``.
@@ -270,7 +273,7 @@ class RecurrentAttention(Attention):
         Args:
             inputs: inputs of the layer.
             real: ``[B, N]`` bool, False for tokens that must not affect the state; None if all tokens may affect it.
-            last: inputs of the convolution for the previous tokens; None for zeros.
+            last: inputs of the convolution for the ``taps - 1`` previous tokens, ``[B, taps - 1, channels]``; None for zeros.
             positions: position of each token in its packed sequence, ``[N]``; None if sequences are not packed.
         """
         q, k, v = inputs.q, inputs.k, inputs.v
@@ -310,7 +313,7 @@ class RecurrentAttention(Attention):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Return the number of floating-point operations of convolution and recurrence on one sequence.
+        """Return the number of floating-point operations of the convolution and the recurrence on one sequence.
 
         Args:
             tokens: number of tokens of the sequence.

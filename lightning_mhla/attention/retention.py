@@ -13,10 +13,10 @@ from lightning_mhla.recurrence import state_space_dual
 class Retention(RecurrentAttention, kind="retention"):
     """Multi-scale retention (RetNet, arXiv 2307.08621, equations 5 to 8).
 
-    The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h. The
-    output of each head is normalized by an RMSNorm with learned scale and multiplied by a SiLU gate. RetNet itself also rotates
-    queries and keys by their positions (``rotary: true``) and has values twice as wide as keys (``value_width``). The
-    constructor takes the arguments of :class:`Attention`.
+    The weight of token j for token t is ``gamma^(t - j) q_t . k_j / sqrt(Dk)``, with ``gamma = 1 - 2^(-5 - h)`` in head h,
+    counted from 0. The output of each head is normalized by an RMSNorm with a learned scale and multiplied by a SiLU gate.
+    RetNet itself also rotates queries and keys by their positions (``rotary: true``) and has values twice as wide as keys
+    (``value_width``). The constructor takes the arguments of :class:`Attention`.
     """
 
     recurrence = staticmethod(state_space_dual)

@@ -68,7 +68,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
 
     Returns:
         Three values: a mask ``[B, N]`` bool, True for non-padding tokens; the number of these tokens in each row; and a
-        permutation ``[B, N]`` that puts them first in each row, or None if they already come first.
+        permutation ``[B, N]`` int64 that puts them first in each row, or None if they already come first.
     """
     real = real_mask(attention_mask, x)
     if attention_mask is None:
@@ -81,7 +81,7 @@ def real_tokens(attention_mask: Tensor | None, x: Tensor) -> tuple[Tensor, tuple
 
 
 def rows_in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Reorder tokens ``[B, N, D]`` so that position i of row b gets the token ``x[b, order[b, i]]``."""
+    """Reorder tokens ``[B, N, D]`` by indices ``order``, ``[B, N]`` int64: position i of row b gets ``x[b, order[b, i]]``."""
     return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
@@ -94,7 +94,7 @@ def packed_bounds(position_ids: Tensor, x: Tensor) -> Tensor | None:
 
     Returns:
         Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
-        for S documents. None if each row is one document, or if ``position_ids`` does not have N columns.
+        int64 for S documents. None if each row is one document, or if ``position_ids`` does not have N columns.
     """
     if position_ids.shape[-1] != x.shape[1]:
         return None
@@ -112,7 +112,7 @@ def changed_bounds(documents: Tensor, x: Tensor) -> Tensor | None:
 
     Returns:
         Index of the first token of each document in the concatenated rows, followed by the number of all tokens: ``[S + 1]``
-        for S documents. None if each row is one document.
+        int64 for S documents. None if each row is one document.
 
     Raises:
         ValueError: if ``documents`` has neither the shape ``[N]`` nor ``[B, N]``.

@@ -64,9 +64,9 @@ class SequenceShare:
 
     @property
     def weight(self) -> float:
-        """Factor on a mean over the tokens of this process, in proportion to their number.
+        """Factor by which to multiply a mean over the tokens of this process, proportional to the number of these tokens.
 
-        The average of the weighted means of all processes is the mean over all tokens.
+        If each process multiplies its mean by its factor, the average over the processes is the mean over all tokens.
         """
         return (self.end - self.start) * self.processes / self.tokens
 

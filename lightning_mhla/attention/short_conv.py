@@ -62,11 +62,11 @@ class ShortConvolution(nn.Module):
 
         Args:
             x: tokens ``[B, N, channels]``. Rows with fewer tokens than others are padded on the right.
-            last: the ``taps - 1`` tokens before ``x``; None for zeros.
+            last: the ``taps - 1`` tokens before ``x``, ``[B, taps - 1, channels]``; None for zeros.
             counts: number of tokens of ``x`` in each row, without padding.
 
         Returns:
-            ``[B, taps - 1, channels]``.
+            Latest tokens, ``[B, taps - 1, channels]``.
         """
         last = x.new_zeros(len(x), self.taps - 1, x.shape[-1]) if last is None else last
         x = torch.cat([last.to(x.dtype), x], 1)

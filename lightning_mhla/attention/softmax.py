@@ -43,7 +43,7 @@ class KeyValueState:
     recorded: bool = False
 
     def select(self, rows: Tensor) -> KeyValueState:
-        """Return the state of the rows with indices ``rows``."""
+        """Return the state of the batch rows whose indices are in ``rows``, a 1-D integer tensor."""
         lengths = tuple(self.lengths[row] for row in rows.tolist())
         index = rows.to(self.keys.device)
         return KeyValueState(lengths, self.keys.index_select(0, index), self.values.index_select(0, index))
@@ -57,8 +57,9 @@ class KeyValueState:
         """Append new keys and values, and return the new state.
 
         The keys and values are written into the existing buffers, which the new state shares with this one. Buffers that are
-        too small are first copied into new ones of at least twice the size. Buffers that must not be written to are copied,
-        too: those that a backward pass may need, and outside inference mode those that were made in it.
+        too small are first copied into new ones of at least twice the size. The buffers are also copied if they must not be
+        written to, either because a backward pass may need them, or because they were created in inference mode, which is no
+        longer active.
 
         Args:
             keys: new keys, ``[B, N, Hkv, Dk]``.
@@ -126,8 +127,9 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def _attend_shared(self, q: Tensor, k: Tensor, v: Tensor, share: SequenceShare) -> Tensor:
         """Compute the outputs of this process's tokens in causal sequences that are distributed over processes.
 
-        Keys and values are gathered from all processes, and their gradients are summed in float32. If PyTorch has no fused
-        kernel for these inputs, it builds a mask over all pairs of a local query and a gathered key.
+        The local inputs and outputs are ``[B, n, heads, width]`` for the n tokens of this process. Keys and values are gathered
+        from all processes, and their gradients are summed in float32. If PyTorch has no fused kernel for these inputs, it
+        builds a mask over all pairs of a local query and a gathered key.
         """
         wide = torch.promote_types(k.dtype, torch.float32)
         k, v = (gather_shares(x, 1, share.lengths, share.group, wide)[:, : share.end].to(x.dtype) for x in (k, v))
@@ -213,7 +215,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped, **options).transpose(1, 2)
 
     def _visible(self, q: Tensor, key_mask: Tensor | None) -> Tensor | None:
-        """Build an attention mask, bool, True where a query attends to a key.
+        """Build a bool attention mask, which is True where a query attends to a key.
 
         Each query attends to its own token even if ``key_mask`` hides it, so that each row has at least one True entry.
 
@@ -222,7 +224,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
             key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
 
         Returns:
-            ``[B, 1, N, N]``, or ``[N, N]`` without ``key_mask``; None without ``key_mask`` if attention is not block-causal.
+            Mask ``[B, 1, N, N]`` if there is a ``key_mask``. Otherwise, ``[N, N]`` for block-causal attention, and None for
+            all other attention, which needs no mask or the causal mask of PyTorch's kernels.
         """
         if key_mask is None and self.causal != "block":
             return None

@@ -30,6 +30,9 @@ class SummaryAttention(Attention):
     The summary of a block is the sum of ``k v^T`` over its tokens. A mixed summary is a weighted sum of summaries. Derived
     classes implement :meth:`coefficients`, which returns the mixing coefficients. :func:`mhla_kernels.mhla_attention` computes
     the attention. The constructor takes the arguments of :class:`Attention`.
+
+    Raises:
+        ValueError: if the layer is causal, and ``key_weighting`` or ``normalize_before_rotary`` is set.
     """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
@@ -43,7 +46,7 @@ class SummaryAttention(Attention):
         self.features = LearnedFeatures(heads, self.key_width) if self.config.feature_map == "learned" else None
 
     def coefficients(self, q: Tensor, placement: Placement | None = None) -> tuple[MixingLike, dict[str, Any]]:
-        """Return the mixing coefficients, and keyword arguments that describe the blocks.
+        """Return the mixing coefficients, and a keyword argument that describes the blocks.
 
         Args:
             q: queries after the feature map, ``[B, N, H, D]``.
@@ -51,8 +54,8 @@ class SummaryAttention(Attention):
                 :meth:`fit`.
 
         Returns:
-            Mixing coefficients, and the keyword argument ``block_size`` or ``block_offsets`` of the functions of
-            ``mhla_kernels``.
+            Mixing coefficients, either a dense tensor or a ``Mixing`` object, and a dict with the argument ``block_size`` or
+            ``block_offsets`` for the functions of ``mhla_kernels``.
         """
         raise NotImplementedError
 
@@ -79,7 +82,7 @@ class SummaryAttention(Attention):
         return self.config.normalize and inputs.rotary is not None and self.features is None
 
     def _attend_normalized(self, inputs: AttentionInputs) -> Tensor:
-        """Compute attention whose weights include rotary embedding, but whose normalizer does not, ``[B, N, H, Dv]``."""
+        """Compute attention outputs ``[B, N, H, Dv]`` with rotary embedding in the weights, but not in the normalizer."""
         # Never causal: with rotary, a normalizer requires normalize_before_rotary, which a causal layer rejects.
         q, k, mixing, options = self._operands(inputs)
         plain_q, plain_k, _, plain = self._operands(replace(inputs, rotary=None))

@@ -88,8 +88,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     :func:`mhla_kernels.mhla_window_attention` computes the attention. The feature map is applied after rotary embedding.
     ``feature_map`` may be:
 
-    - ``relu`` or ``sana``, which are both ``relu(x)`` here. Unlike in MHLA, no small constant is added to them, since near
-      tokens keep the sum of weights above zero;
+    - ``relu`` or ``sana``. Both are ``relu(x)`` here, without the small constant that MHLA adds, because near tokens keep the
+      sum of weights above zero.
     - ``elu``, ``softplus`` or ``learned``.
 
     ``identity`` is not supported, because weights must not be negative.
@@ -98,6 +98,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     feature map ``learned`` divides the features of each query by the largest of them, and the layer multiplies the factor by
     the same number to compensate. The weights of a query always sum to 1, regardless of ``normalize``. The constructor takes
     the arguments of :class:`Attention`.
+
+    Raises:
+        ValueError: if the feature map is ``identity``, ``sinks`` exceeds the block size, or ``feature_positions`` is set and
+            the layer is not causal.
     """
 
     Options = WindowOptions
@@ -144,9 +148,10 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     def _parts(self, inputs: AttentionInputs, lengths: Sequence[int] = ()) -> dict[str, Any]:
         """Compute the keyword arguments of the windowed attention.
 
-        They are the queries, keys and values, the features of queries and keys for far tokens (those outside the softmax
-        window), and the logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens. In causal
-        attention, they also include the queries that read the sinks, if some tokens are beyond the limit ``context``.
+        They are the queries, keys and values (``q``, ``k`` and ``v``), the features of queries and keys for far tokens, which
+        are those outside the softmax window (``q_features`` and ``k_features``), and the logarithms ``[B, N, H]`` of the
+        factors that multiply the attention weights of far tokens (``far``). In causal attention, they also include the queries
+        that read the sinks (``sink_q``), if some tokens are beyond the limit ``context``.
 
         Args:
             inputs: inputs of the attention.

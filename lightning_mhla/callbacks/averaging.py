@@ -78,7 +78,10 @@ class ExponentialMovingAverage(Callback):
         foreach_copy_(weights, averages)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Replace the weights with their average in a fit that resumed after the end of training, too."""
+        """Replace the weights with their average, also in a fit that resumed after the end of training.
+
+        Lightning does not call :meth:`on_train_end` in such a fit.
+        """
         self.on_train_end(trainer, pl_module)
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,7 +97,7 @@ class ExponentialMovingAverage(Callback):
         self._use_trained(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer step at which the average was last updated, for the checkpoint."""
+        """Return a dict with the optimizer step at which the average was last updated, for the checkpoint."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,15 +175,15 @@ class ExponentialMovingAverage(Callback):
 
 
 def _copies(pl_module: LightningModule, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return copies of the weights that are trained or have one of the given names."""
+    """Return copies, by name, of the weights that require gradients and of those whose names are in ``names``."""
     _reshard(pl_module)
     return {name: _exact(p.detach()) for name, p in pl_module.named_parameters() if p.requires_grad or name in names}
 
 
 def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
-    """Return the names of the weights in a checkpoint whose average differs from the trained weight.
+    """Return the names of the weights in a checkpoint whose average differs from the trained weight, except sharded ones.
 
-    When a run resumes, weights may still be frozen that a callback unfreezes later.
+    These weights have been averaged, even if they are frozen when the run resumes, because a callback unfreezes them later.
     """
     averages, trained = checkpoint.get("state_dict") or {}, checkpoint.get(LIVE) or {}
     both = {name: (averages[name], trained[name]) for name in trained if name in averages}
@@ -194,8 +197,8 @@ def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
 def _exact(weight: Tensor) -> Tensor:
     """Return a copy of a weight, in float32 if the weight has half precision.
 
-    With a decay of 0.999, an update of an average is smaller than the distance between numbers in bfloat16, so that the average
-    would never change.
+    With a decay of 0.999, an update of the average is smaller than the spacing of bfloat16 numbers, so that an average in
+    bfloat16 would never change.
     """
     return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight.clone()
 
@@ -219,8 +222,8 @@ def _whole(tensor: Tensor) -> Tensor:
 def evaluation_weights(trainer: Trainer, pl_module: LightningModule) -> Iterator[None]:
     """Context manager that puts a module in evaluation mode, with averaged weights if the trainer has them.
 
-    The averaged weights come from an :class:`ExponentialMovingAverage` callback of the trainer. On exit, the module gets its
-    trained weights back, and each of its modules its previous mode.
+    The averaged weights come from an :class:`ExponentialMovingAverage` callback of the trainer. On exit, the trained weights
+    and the previous mode of each submodule are restored.
 
     Args:
         trainer: trainer whose callbacks are searched.

@@ -20,16 +20,16 @@ Tick = tuple[float, str]
 class Axis:
     """Axis of a plot, which converts values to pixel positions.
 
-    If the smallest and the largest value are equal, or almost equal, the axis extends beyond them.
+    If the smallest and the largest value are equal, or almost equal, the range of the axis is widened around them.
 
     Args:
         low: smallest value.
         high: largest value.
-        start: position of the lower end in pixels.
-        end: position of the upper end in pixels.
+        start: pixel position of the end with the smallest value.
+        end: pixel position of the end with the largest value.
         logarithmic: whether the axis is logarithmic, which requires positive values.
-        margin: share of the range that is added at each end.
-        whole: whether the values are whole numbers, so that ticks at fractions would mean nothing.
+        margin: fraction of the range that is added at each end.
+        whole: whether the values are integers, so that no ticks are put at fractions.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Axis:
     def ticks(self) -> list[Tick]:
         """Return round values inside the axis with their labels, in ascending order: about five values, and at least three.
 
-        No two labels are equal. An axis of whole numbers has fewer ticks if it contains fewer numbers.
+        No two labels are equal. An axis of integers has fewer than three ticks if it contains fewer than three integers.
         """
         if not self.logarithmic:
             return _best(_round_ticks(self.low, self.high, self.whole))
@@ -73,7 +73,7 @@ class Axis:
         return _best(choices or _round_ticks(10**self.low, 10**self.high, self.whole))
 
     def _logarithmic_ticks(self) -> Iterator[list[Tick]]:
-        """Yield possible lists of ticks, from few to many: at some or all powers of ten, and at 1, 2 and 5 times all powers."""
+        """Yield possible lists of ticks, from few to many: at some or all powers of ten, and at 1, 2 and 5 times each power."""
         first, last = math.floor(self.low), math.ceil(self.high)
         for stride, factors in ((50, (1,)), (20, (1,)), (10, (1,)), (5, (1,)), (2, (1,)), (1, (1,)), (1, (1, 2, 5))):
             decades = [
@@ -85,17 +85,17 @@ class Axis:
 
 
 def label_width(ticks: Sequence[Tick], least: float) -> float:
-    """Return the approximate width of the labels of a vertical axis, with a gap, in pixels.
+    """Return the approximate width in pixels of the longest label of a vertical axis, plus a gap.
 
     Args:
         ticks: values and labels of the ticks.
-        least: minimum result.
+        least: minimum result in pixels.
     """
     return max(least, 8 + CHARACTER * max((len(label) for _, label in ticks), default=0))
 
 
 def _best(choices: Iterable[list[Tick]]) -> list[Tick]:
-    """Return the list with closest to five ticks. A list of fewer than three is returned only if all lists are that short."""
+    """Return the list whose length is closest to five. Lists of fewer than three ticks count only if all are that short."""
     return min(choices, key=lambda ticks: (len(ticks) < FEWEST, abs(len(ticks) - BEST)))
 
 
@@ -105,7 +105,7 @@ def _round_ticks(low: float, high: float, whole: bool) -> Iterator[list[Tick]]:
     Args:
         low: lower end of the axis.
         high: upper end of the axis.
-        whole: whether all ticks must be whole numbers.
+        whole: whether all ticks must be integers.
     """
     exponent = math.floor(math.log10(high - low))
     for place in range(exponent, exponent - 2, -1):
@@ -117,12 +117,12 @@ def _round_ticks(low: float, high: float, whole: bool) -> Iterator[list[Tick]]:
 
 
 def _labeled(low: float, high: float, distance: float, place: int) -> Iterator[Tick]:
-    """Yield the multiples of a distance inside a range with their labels.
+    """Yield the multiples of ``distance`` inside a range, each with its label.
 
     Args:
         low: lower end of the range.
         high: upper end of the range.
-        distance: distance between ticks, whose multiples are used.
+        distance: distance between ticks.
         place: decimal place at which the labels end, as an exponent of ten, such as -2 for hundredths.
     """
     first, last = math.ceil(low / distance - 1e-9), math.floor(high / distance + 1e-9)

@@ -178,7 +178,7 @@ def _is_second_name(request: Request) -> bool:
 
 
 def _inside(paths: Iterable[str], folder: Path) -> list[str]:
-    """Return the paths that lie in a folder once symbolic links are resolved, relative to that folder."""
+    """Select the paths that lie in a folder once symbolic links are resolved, and return them relative to that folder."""
     inside = [path for path in paths if "://" not in path and lies_in(Path(path).parent, folder)]
     relative = [os.path.relpath(path, folder) for path in inside]
     return [path for path in relative if not path.startswith("..")]

@@ -64,7 +64,10 @@ def class_section(folder: Path) -> str:
 
 
 def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return an HTML table of classes with their accuracies, lowest first."""
+    """Return an HTML table of classes with their accuracies, lowest first.
+
+    ``counts`` maps each true label to the number of samples by predicted label.
+    """
     rows = []
     for label, row in counts.items():
         total = sum(row.values())
@@ -108,7 +111,10 @@ def _cell(count: int, total: int) -> str:
 
 
 def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return an HTML table of the pairs of true and predicted classes that are confused most often."""
+    """Return an HTML table of the pairs of true and predicted classes that are confused most often.
+
+    ``counts`` maps each true label to the number of samples by predicted label.
+    """
     pairs = [
         (count, label, predicted)
         for label, row in counts.items()
@@ -150,5 +156,5 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
 
 
 def _share(probability: float | None) -> str:
-    """Format a probability; None is NaN, which the file cannot hold."""
+    """Format a probability as a percentage. None stands for NaN, which JSON cannot represent, and becomes ``NaN``."""
     return "NaN" if probability is None else f"{float(probability):.1%}"

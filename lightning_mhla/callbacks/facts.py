@@ -23,7 +23,7 @@ from lightning_mhla.system.steps import steps_of_run
 
 @runtime_checkable
 class SkipsParts(Protocol):
-    """Protocol of callbacks that can report which parts of their output a run skipped."""
+    """Protocol for callbacks that can report which parts of their output a run skipped."""
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
         """Return one sentence for each skipped part of the callback's output, with the reason."""
@@ -39,7 +39,8 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
     Returns:
         Dict with these entries:
 
-        - ``model``, ``network`` and ``data``: class names of the module, its network and its data module; empty if missing.
+        - ``model``, ``network`` and ``data``: class names of the module, its network and its data module. The name is empty if
+          there is no network or data module.
         - ``data_options``: options of the data module that differ from their defaults, without secrets.
         - ``attention``: list with one dict for each group of equal attention layers. Its entries are ``kind``, ``layers``
           (number of layers) and ``options`` (options that differ from their defaults).
@@ -65,7 +66,10 @@ def run_facts(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
 
 
 def _changed_options(data: Any) -> dict[str, Any]:
-    """Return the hyperparameters of a data module that differ from the defaults of its constructor, without secrets."""
+    """Return the hyperparameters of a data module that differ from the defaults of its constructor, without secrets.
+
+    The batch size and options with the value None are left out.
+    """
     defaults = {
         name: parameter.default
         for name, parameter in inspect.signature(type(data)).parameters.items()
@@ -89,7 +93,7 @@ def _changed_options(data: Any) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-    """Convert a value to one that JSON can represent: what has no counterpart in JSON, such as a path or NaN, becomes text."""
+    """Convert a value to one that JSON can represent. Values without a counterpart in JSON, such as NaN, become text."""
     if isinstance(value, list | tuple):
         return [_plain_value(item) for item in value]
     if isinstance(value, dict):
@@ -133,7 +137,7 @@ def _hardware(trainer: Trainer) -> str:
 
 
 def _processor() -> str:
-    """Return a comma and the name of the processor; an empty string if the system does not report it."""
+    """Return the name of the processor, preceded by a comma; empty if the system does not report the name."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text(errors="replace").splitlines() if path.exists() else []
     return next((f", {line.partition(':')[2].strip()}" for line in lines if line.startswith("model name")), "")
@@ -181,7 +185,7 @@ def _skipped_validation(
 
 
 def _validation_period(trainer: Trainer) -> str:
-    """Return a clause that says why a run did not end with a validation and, if possible, which option to change."""
+    """Explain in a clause why a run did not end with a validation and, if possible, which option to change."""
     epochs, interval = trainer.check_val_every_n_epoch, trainer.val_check_interval
     if epochs is None or interval not in (1.0, None):
         unit = " of an epoch" if isinstance(interval, float) else ""

@@ -65,7 +65,10 @@ class FiniteWatch(Callback):
         self._agreement = Agreement() if stage == "fit" else None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Store the batch until the optimizer step that uses its gradients, and the running statistics before that step."""
+        """Store the batch until the next optimizer step and, if steps may be skipped, copies of the running statistics.
+
+        The running statistics are those of layers such as batch norms.
+        """
         if self.action == "skip" and not self._seen:
             self._statistics = [(buffer, buffer.clone()) for buffer in _running_statistics(pl_module)]
         self._seen.append((batch, batch_idx, None))
@@ -142,7 +145,7 @@ class FiniteWatch(Callback):
             pl_module.log("train/skipped_steps", float(self.skipped))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the number of skipped steps, for the checkpoint."""
+        """Return a dict with the number of skipped steps, for the checkpoint."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -222,7 +225,7 @@ def _named(batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return the buffers of layers with running statistics, such as batch norms, which every forward pass changes."""
+    """Return the buffers of layers with running statistics, such as batch norms. Forward passes in training change them."""
     layers = [part for part in module.modules() if getattr(part, "running_mean", None) is not None]
     return [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
 

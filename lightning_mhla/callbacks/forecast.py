@@ -61,7 +61,7 @@ class Forecast(Callback):
             self._paused += time.monotonic() - self._stopped
 
     def exclude(self, seconds: float) -> None:
-        """Leave out the time of a periodic evaluation in the measurement of the training speed."""
+        """Exclude the duration of a periodic evaluation, in seconds, from the measurement of the training speed."""
         self._paused += seconds
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -109,7 +109,8 @@ def needs(module: nn.Module, averages: bool, processes: int, optimizer: Optimize
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
         processes: number of training processes, which the description mentions.
-        optimizer: optimizer of the run; None if unknown. The module's ``optimizer_config``, if any, says AdamW or CAME.
+        optimizer: optimizer of the run; None if it is not known. If the module has an ``optimizer_config``, that tells AdamW
+            from CAME.
 
     Returns:
         The description, as one line of text.
@@ -140,7 +141,7 @@ def needs(module: nn.Module, averages: bool, processes: int, optimizer: Optimize
 
 
 def _moments(optimizer: Optimizer | None) -> tuple[str, int]:
-    """Return the name of an optimizer and how many numbers it keeps for each weight; an empty name if this is unknown."""
+    """Return the name of an optimizer and how many numbers it keeps for each weight; an empty name and 0 if unknown."""
     if isinstance(optimizer, Adam | AdamW):
         return type(optimizer).__name__, 2 + any(group["amsgrad"] for group in optimizer.param_groups)
     if isinstance(optimizer, SGD):

@@ -11,9 +11,9 @@ from mhla_kernels import agree_on_kernels
 class KernelAgreement(Callback):
     """Callback that makes all processes stop using a Triton kernel once any process has stopped using it.
 
-    A process stops using a kernel that fails, and computes the same results with PyTorch. The processes exchange the names of
-    these kernels after the first batch of each epoch, after the first batch of a resumed run, and after each validation. With a
-    single process, the callback does nothing.
+    If a kernel fails, a process stops using it, and computes the same results with PyTorch instead. The processes exchange the
+    names of these kernels after the first batch of each epoch, after the first batch of a resumed run, and after each
+    validation. With a single process, the callback does nothing.
     """
 
     def __init__(self) -> None:
@@ -22,15 +22,15 @@ class KernelAgreement(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """After the first batch of an epoch, stop using each Triton kernel that any process has stopped using."""
+        """Stop using each Triton kernel that any process has stopped using, after the first batch of an epoch."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._agree(trainer)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """After a validation, stop using each Triton kernel that any process has stopped using.
+        """Stop using each Triton kernel that any process has stopped using, at the end of a validation.
 
-        Validation may use different kernels than training.
+        Validation may use different kernels from training.
         """
         self._agree(trainer)
 

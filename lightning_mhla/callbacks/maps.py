@@ -96,7 +96,7 @@ def draw_matrices(weights: dict[str, Tensor], step: int, least: float = 1e-5) ->
     Args:
         weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number.
         step: optimizer step after which the matrices were computed.
-        least: share at the lower end of the color scale.
+        least: share, as a fraction of 1, at the lower end of the color scale.
 
     Returns:
         The figure, and a caption that says what to look for.
@@ -131,7 +131,7 @@ def _heads(matrix: Tensor) -> str:
 def draw_attention(
     weights: dict[str, Tensor], layouts: dict[str, BlockLayout], image: Tensor | None, step: int, queries: int = 3
 ) -> tuple[Figure, str]:
-    """Draw the attention maps of some queries (columns) in every layer (rows), averaged over heads, beside the image.
+    """Draw the attention maps of a few queries (columns) in every layer (rows), averaged over heads, beside the image.
 
     Args:
         weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. Prefix tokens, such as class

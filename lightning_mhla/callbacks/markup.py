@@ -80,7 +80,7 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
 def document(title: str, body: str) -> str:
     """Return a complete HTML document.
 
-    Bytes of file names that are not UTF-8 become escapes such as ``\\udcff``.
+    Bytes in file names that are not valid UTF-8 are written as escapes such as ``\\udcff``.
 
     Args:
         title: title of the browser window, as text.
@@ -151,7 +151,7 @@ def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | Non
     than 50 times the smallest.
 
     Args:
-        title: title of the plot, as text.
+        title: title of the plot, as text; empty for no title.
         curves: curves with finite values, at least one of them with a point.
         reference: name and value of a horizontal line; None for no line.
     """
@@ -203,7 +203,7 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Average neighboring points of a long curve, so that 150 to 301 points remain. The last point stays unchanged."""
+    """Average neighboring points of a curve of more than 300 points, so that 151 to 301 remain. The last stays unchanged."""
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:
         return list(points)

@@ -30,7 +30,7 @@ class NextStep(NamedTuple):
 
 
 def next_steps(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> list[NextStep]:
-    """Return the commands for the next steps with a run: using its model if it is finished, resuming it if it is not.
+    """Return the commands that use the model of a finished run, or the command that resumes an unfinished run.
 
     Args:
         folder: folder of the run.

@@ -22,8 +22,8 @@ def original_scores(folder: Path) -> dict[str, float]:
     """Return the validation metrics of the model whose attention a run replaced, as recorded by the run that trained it.
 
     If the run started from a checkpoint whose name contains a step, the metrics are those of this step. If it started from
-    ``last.ckpt`` or from the folder of a run, they are the latest ones. They are returned only if both runs validate on the
-    same data, so that they can be compared.
+    ``last.ckpt`` or from the folder of a run, they are the latest ones. Metrics are returned only if both runs validate on the
+    same data, because they can be compared only then.
 
     Args:
         folder: folder of the run that replaced the attention, with ``config.yaml``.
@@ -96,7 +96,11 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _validated(data: Any) -> Any:
-    """Return the class of a configured data module, and the options that determine its validation samples."""
+    """Return the class path of a configured data module, and the options that determine its validation samples.
+
+    Two data modules validate on the same samples if their results are equal. A value that is not a mapping is returned
+    unchanged.
+    """
     if not isinstance(data, Mapping):
         return data
     options = data.get("init_args") or {}

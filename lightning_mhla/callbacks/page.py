@@ -123,8 +123,8 @@ def _training(record: Mapping[str, Any]) -> str:
 def _main_metric(record: Mapping[str, Any]) -> str | None:
     """Return the name of the metric to show first, or None if there are no metrics.
 
-    This is the metric that selects checkpoints. If there is none, it is the first metric of ``MAIN`` that was recorded, or else
-    any metric.
+    This is the metric that selects checkpoints. If there is none, it is the first recorded one of the preferred metrics in
+    ``MAIN``, such as the accuracy, or else the first of all metrics.
     """
     metrics = record["metrics"]
     if record["best"]:
@@ -134,7 +134,10 @@ def _main_metric(record: Mapping[str, Any]) -> str | None:
 
 
 def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Sequence[tuple[int, float]]]) -> str:
-    """Return HTML with the last value, the best value and the curve of the main metric."""
+    """Return HTML with the last value, the best value and the curve of the main metric.
+
+    If ``main`` is None, because the run has no validation metrics, the training loss is shown instead.
+    """
     if main is None:
         losses = points.get(LOSS)
         last = f"<p>The last {LOSS} is {rounded(losses[-1][1])} at step {losses[-1][0]:,}.</p>" if losses else ""
@@ -194,7 +197,7 @@ def _weights(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
 
 
 def _command(text: str) -> str:
-    """Return a command as HTML that breaks lines only at its spaces."""
+    """Return a command as HTML in which lines break only at the spaces of the command."""
     return " ".join(f"<span>{html.escape(argument)}</span>" for argument in text.split(" "))
 
 
@@ -206,9 +209,10 @@ def _classes(folder: Path) -> str:
 
 
 def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, float]]], main: str | None) -> str:
-    """Return an HTML section with plots of all metrics that change during the run, except the main metric.
+    """Return an HTML section with plots of all metrics that change during the run.
 
-    Metrics whose names differ only in their prefix share a plot.
+    Metrics whose names differ only in their prefix share a plot. A plot of the main metric alone is left out, because it is at
+    the top of the page.
     """
     plots = []
     for title, names in panels_of(points).items():

@@ -16,10 +16,10 @@ from lightning_mhla.system.numbers import plural
 
 @runtime_checkable
 class MeasuresSpeed(Protocol):
-    """Protocol of callbacks that measure the speed of training, without the time of periodic evaluations."""
+    """Protocol for callbacks that measure the training speed, and exclude the time of periodic evaluations."""
 
     def exclude(self, seconds: float) -> None:
-        """Leave out a number of seconds that an evaluation has just taken."""
+        """Exclude the duration of the evaluation that has just ended, in seconds, from the measurement."""
 
 
 class PeriodicEvaluation(Callback):
@@ -46,7 +46,7 @@ class PeriodicEvaluation(Callback):
         self._evaluated = -1
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the step of the last evaluation in an earlier fit with this callback."""
+        """Discard the step of the last evaluation that an earlier fit with this callback recorded."""
         if stage == "fit":
             self._evaluated = -1
 
@@ -65,7 +65,7 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if they are to be evaluated and have not been evaluated yet.
+        """Perform the final evaluation if it is due and has not been performed yet.
 
         This is the case if the run was interrupted during its final evaluation, and then resumed after the end of training.
 
@@ -83,7 +83,7 @@ class PeriodicEvaluation(Callback):
         return bool(self.every_n_steps and step and step % self.every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer step of the latest evaluation, for the checkpoint."""
+        """Return a dict with the optimizer step of the latest evaluation, for the checkpoint."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

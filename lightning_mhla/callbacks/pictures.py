@@ -81,8 +81,8 @@ class AttentionPictures(Callback):
             entry for each pair of tokens.
 
     Raises:
-        ValueError: if ``every_n_epochs`` or ``max_tokens`` is less than 1, or ``sample`` is negative. In the first validation
-            batch, the sanity check included, if the batch has no sample of this index.
+        ValueError: if ``every_n_epochs`` or ``max_tokens`` is less than 1, or ``sample`` is negative. Also at the start of a
+            validation or sanity check, if its first batch has no sample with this index.
     """
 
     def __init__(self, every_n_epochs: int = 1, sample: int = 0, max_tokens: int = 1024) -> None:
@@ -107,7 +107,7 @@ class AttentionPictures(Callback):
         self._folder, self._period, self._drawn_step = run_folder(trainer) / "pictures", 0, -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the index of the latest period with pictures, for the checkpoint.
+        """Return a dict with the index of the latest period with pictures, for the checkpoint.
 
         A period has ``every_n_epochs`` epochs.
         """
@@ -270,7 +270,7 @@ class AttentionPictures(Callback):
 
 
 def _shares_sequences(module: Any) -> bool:
-    """Return whether the processes split each sequence among them, so that no process has a complete attention matrix."""
+    """Return whether the processes split each sequence among themselves, so that none has a complete attention matrix."""
     return getattr(module, "sequence_group", None) is not None
 
 

@@ -41,14 +41,17 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
     def note_training(self, trainer: Trainer) -> None:
         """Record the latest values of the metrics that training has logged, whatever their names.
 
-        A metric that validation logs, too, has the values of validation only.
+        Metrics that validation also logs are left out, so that they have values from validation only.
         """
         for name, value in _latest(trainer, "train/").items():
             if name not in self.validation:
                 self.note(name, trainer.global_step, value)
 
     def note_validation(self, trainer: Trainer) -> None:
-        """Record the values of the metrics that a validation has logged, whatever their names, at the end of the validation."""
+        """Record the values of the metrics that a validation has logged, whatever their names.
+
+        Call this method at the end of the validation. Values that training logged under the same names are discarded.
+        """
         for name, value in _latest(trainer, "val/").items():
             if name not in self.of_validation():
                 self.pop(name, None)  # values that training has logged under this name
@@ -73,7 +76,10 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
 
 
 def _latest(trainer: Trainer, prefix: str) -> dict[str, float]:
-    """Return the latest values of the metrics of the running loop, and of those whose names begin with a prefix."""
+    """Return the latest values of the metrics that the running loop has logged, and of those whose names begin with a prefix.
+
+    Metrics that are never plotted, whose names begin with ``attention/`` or ``data/``, are left out.
+    """
     # A callback may set a value in `callback_metrics` by hand, which no loop has logged.
     by_prefix = {name: value for name, value in trainer.callback_metrics.items() if name.startswith(prefix)}
     metrics = {**by_prefix, **loop_metrics(trainer)}
@@ -90,7 +96,7 @@ MATCHING = "train/layer_distance"
 
 
 def matching_steps(module: Any) -> int:
-    """Return how many optimizer steps a training module spends on matching new layers to original ones; 0 if none."""
+    """Return the number of optimizer steps that match new attention layers to the original ones; 0 if there are none."""
     return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
 
 
@@ -121,7 +127,7 @@ def separate_stages(
 
 
 def finite_points(points: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of each metric whose values are finite and less than ``LARGEST``, so that they can be drawn.
+    """Return the points of each metric whose values can be drawn: finite, and less than 1e300 in absolute value.
 
     Args:
         points: (step, value) pairs by the name of the metric; a value may be None.

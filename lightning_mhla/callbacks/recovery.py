@@ -101,7 +101,7 @@ class Recovery(Checkpoint):
         self._monitored: dict[str, Any] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """In stage ``fit``, install the signal handlers, and take over the writing of checkpoints from ModelCheckpoints."""
+        """Install the signal handlers, and take over the writing of checkpoints from ModelCheckpoints, in stage ``fit``."""
         if stage == "fit":
             self._agreement = Agreement()
             self._due = self._stopping = self.leaving = False
@@ -312,7 +312,7 @@ class Recovery(Checkpoint):
             )
 
     def _superseded(self, state: Path) -> Sequence[Path]:
-        """Return the saved states to remove after a new one was written.
+        """Return the paths of the saved states to remove after the new state ``state`` was written.
 
         The states of the latest ``keep`` steps stay. A state that was saved only because the run was stopped does not count
         toward ``keep``, and is removed once there is a later state. The run thus ends with the same files as a run that was
@@ -405,6 +405,9 @@ def _is_over(trainer: Trainer) -> bool:
 
 
 def is_leaving(trainer: Trainer) -> bool:
-    """Return whether a run has saved its state after a stop signal and is about to exit, with no time to draw pictures."""
+    """Return whether a run has saved its state after a stop signal and is about to exit.
+
+    Callbacks then skip work that takes time, such as drawing pictures.
+    """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
     return any(isinstance(callback, Recovery) and callback.leaving for callback in callbacks)

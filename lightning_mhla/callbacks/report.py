@@ -82,7 +82,7 @@ class RunReport(Callback):
         self._training, self._goes_on = True, False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """After the first batch, mark the record of an earlier part of the run as unfinished."""
+        """Mark ``run.json`` and ``report.html`` as unfinished after the first batch of a fit that continues a finished run."""
         if self._goes_on or not trainer.is_global_zero or self._folder is None:
             return
         self._goes_on = True
@@ -140,9 +140,9 @@ class RunReport(Callback):
             self._write(trainer, pl_module, finished=False)
 
     def _weights(self) -> str | None:
-        """Return the path of the weights that the run started from.
+        """Return the path or name of the pretrained weights that the run started from, or None.
 
-        The configuration of a resumed run does not name them, and is replaced only after the first training batch.
+        In a resumed run, it comes from the checkpoint, because the configuration of a resumed run does not name the weights.
         """
         if self._restored or self._folder is None:
             return self._pretrained
@@ -222,7 +222,7 @@ class RunReport(Callback):
             console.print(f"{name:<18} {value}", markup=False)
 
     def _paths(self, trainer: Trainer, folder: Path, checkpoints: Path) -> list[tuple[str, str]]:
-        """Return the lines of the printed report about files, skipped parts and the next command, each with its heading.
+        """Return the lines of the printed report about files, skipped parts and the next command, as (heading, text) pairs.
 
         Args:
             trainer: trainer of the finished run.

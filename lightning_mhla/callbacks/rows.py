@@ -19,8 +19,8 @@ ROW = "row_to_log"
 def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
     """Store the metrics of the current step in a checkpoint, because the loggers do not have them yet.
 
-    The checkpoint is written by a callback, but Lightning passes the metrics of a step to the loggers only after all
-    callbacks of the step have run.
+    A callback writes the checkpoint, but Lightning passes the metrics of a step to the loggers only after all callbacks of the
+    step have run. Nothing is stored if the metrics of the step are not to be logged.
 
     Args:
         trainer: trainer of the run.

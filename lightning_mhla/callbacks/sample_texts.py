@@ -26,7 +26,11 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def sample_sections(folder: Path) -> list[str]:
-    """Return HTML sections with the texts that the model generated, newest first. Texts of earlier steps are collapsed."""
+    """Return HTML sections with the texts that the model generated, newest first. Texts of earlier steps are collapsed.
+
+    Args:
+        folder: folder of the run. The texts are read from its files ``samples*.md``, and each file becomes one section.
+    """
     sections = []
     for path in sorted(folder.glob("samples*.md")):
         blocks = _sample_blocks(_newest(path.read_text("utf-8", "replace")))
@@ -43,7 +47,7 @@ def sample_sections(folder: Path) -> list[str]:
 
 
 def _newest(page: str) -> str:
-    """Return the complete sections in the last ``LONGEST`` characters of a page of samples. A short page stays unchanged."""
+    """Return the complete sections in the last 20,000 characters of a page of samples. A shorter page stays unchanged."""
     if len(page) <= LONGEST:
         return page
     # What is left of a section may begin inside a code block, whose closing fence would be taken for an opening one.

@@ -59,15 +59,15 @@ class StallWatch(Callback):
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the reported progress of this process: it has received a training batch."""
+        """Record that this process has received a training batch, for the watching thread to report."""
         self._move(trainer, 2)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the reported progress of this process: it has finished a training batch."""
+        """Record that this process has finished a training batch, for the watching thread to report."""
         self._move(trainer, 0, after=1)
 
     def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Update the reported progress of this process: it has finished a validation batch."""
+        """Record that this process has finished a validation batch, for the watching thread to report."""
         if self._thread is not None:
             self._move(trainer, 1, after=1)  # Lightning counts the next batch when it begins
 
@@ -132,7 +132,8 @@ class StallWatch(Callback):
                 rank; updated in place.
 
         Returns:
-            Progress of each process by rank: the decoded message, and under ``silent`` the seconds since it last changed.
+            Progress of each process by rank: a dict with the entries of its latest message, such as ``at`` and ``host`` (see
+            :func:`describe`), and ``silent``, the number of seconds since the message last changed.
         """
         own_state = {
             "at": [self._step, self._phase],
@@ -161,7 +162,7 @@ class StallWatch(Callback):
         return states
 
     def _order(self, state: dict[str, Any]) -> tuple[bool, bool, list[int]]:
-        """Return a sort key for the progress of a process, by which the slowest process comes first.
+        """Return a sort key for the progress of a process, which puts the slowest process first.
 
         Processes that have sent no message for half of ``seconds`` come first, then processes that do not wait for others in a
         collective operation, then those with the fewest batches.

@@ -26,7 +26,8 @@ def choose_checkpoint(run: Path | None, requested: str | None, training: bool) -
 
     Returns:
         Path of the checkpoint to load, or None to start from scratch. If the latest complete checkpoint of the run is to be
-        loaded, the path of the run folder is returned.
+        loaded, the path of the run folder is returned. This is also the case if a training command is repeated, that is, if the
+        run started from ``requested`` and already has checkpoints.
 
     Raises:
         FileNotFoundError: if ``requested`` is ``"best"``, and the run has no best checkpoint.

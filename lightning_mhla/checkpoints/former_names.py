@@ -114,7 +114,8 @@ def in_groups(options: Mapping[str, Any], names: Mapping[str, str]) -> dict[str,
 def _defaults(kind: type) -> dict[str, Any]:
     """Return the default value of each constructor argument of a class, by name.
 
-    If the constructor takes ``**kwargs``, the arguments of the base classes are included.
+    For an argument without a default, the value is ``inspect.Parameter.empty``. If the constructor takes ``**kwargs``, the
+    arguments of the base classes are included.
     """
     defaults: dict[str, Any] = {}
     for base in kind.__mro__:

@@ -141,7 +141,7 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    """Convert an error in writing a checkpoint to an OSError that names the path, the cause and the free disk space."""
+    """Convert an error raised by writing a checkpoint to an OSError that gives the path, the cause and the free disk space."""
     # torch's zip writer raises a RuntimeError of its own for a full disk; the OSError behind it names the cause.
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
@@ -213,7 +213,7 @@ def check_entries(path: Path, content: dict[str, Any]) -> None:
         content: entries of the checkpoint.
 
     Raises:
-        ValueError: if an entry has a different type; the message names the entry.
+        ValueError: if an entry has a different type, or weights are not dense tensors; the message names the entry.
     """
     kinds: dict[str, type] = {
         "hyper_parameters": dict, "datamodule_hyper_parameters": dict, "loops": dict, "callbacks": dict,
@@ -301,7 +301,7 @@ def consolidate(source: Path, target: Path) -> Path:
 
     Args:
         source: path of a sharded checkpoint, or of a run folder, whose latest complete checkpoint is converted.
-        target: path of the file to write.
+        target: path of the file to write, which must not exist.
 
     Returns:
         Path of the checkpoint that was read.
@@ -343,10 +343,10 @@ def _latest_complete(folder: Path) -> Path:
 
 
 def _only_run_below(folder: Path) -> Path:
-    """Find the folder of the only run that lies below a folder, at any depth.
+    """Find the folder of the only run below a folder, at any depth.
 
     Raises:
-        FileNotFoundError: if there is not exactly one run below it. If there are several, the message names up to three.
+        FileNotFoundError: if the number of runs below the folder is not one. The message names up to three of them.
     """
     places = {path.parent for path in folder.rglob("*.ckpt") if path.name[0] != "."}
     # Checkpoints lie in RUN/checkpoints/recovery, in RUN/checkpoints, or directly in RUN.

@@ -83,7 +83,7 @@ def read_pretrained(path: str | Path) -> Pretrained:
     """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors files.
 
     Raises:
-        FileNotFoundError: if the path is none of these.
+        FileNotFoundError: if the path does not lead to a run, a checkpoint or such a folder.
         ValueError: if the files cannot be read safely.
     """
     if (trained := read_trained(path)) is not None:
@@ -151,7 +151,8 @@ def adopt(
         Names of the tensors that were loaded, resized, initialized and left out.
 
     Raises:
-        ValueError: if the weights come from a model of a different width or depth.
+        ValueError: if the weights come from a model of a different width or depth, or contain several values for a weight that
+            has only one in this model, such as tied embeddings.
     """
     state, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}
@@ -218,11 +219,13 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether a layer's block grid differs from that of the pretrained weights, for example 2 x 8 and 4 x 4 blocks.
+    """Return whether a layer's block grid differs from that of the pretrained model, for example 2 x 8 and 4 x 4 blocks.
+
+    The result is False for grids with different numbers of axes, and if either grid is unknown.
 
     Args:
-        module: mixing coefficients of the layer. If None, the result is False.
-        block_grid: number of blocks along each axis in the pretrained model. If None (unknown), the result is False.
+        module: mixing coefficients of the layer; None if the layer has none.
+        block_grid: number of blocks along each axis in the pretrained model; None if unknown.
     """
     grid = getattr(module, "grid", None)
     return grid is not None and block_grid is not None and tuple(grid) != block_grid and len(grid) == len(block_grid)

@@ -236,10 +236,10 @@ def _is_our_output(path: Path) -> bool:
 
 
 class LogFiles:
-    """Files that the loggers of a start write. They can be removed again if the start is rejected.
+    """Record of the files that loggers write when a run starts, so that they can be removed if the start fails.
 
-    A ``CSVLogger`` with a fixed version would delete the ``metrics.csv`` of an earlier start. This file is therefore renamed at
-    once, to the first unused number, for example ``metrics-1.csv``.
+    A ``CSVLogger`` with a fixed version would delete the ``metrics.csv`` of an earlier start. The constructor therefore renames
+    this file with the first unused number, for example to ``metrics-1.csv``.
 
     Args:
         trainer: trainer that has not started yet. Only the first process of its run renames and removes files.
@@ -263,10 +263,11 @@ class LogFiles:
     def remove(self, configuration: bool) -> None:
         """Remove the files that the loggers have written, and restore those that were renamed or replaced.
 
-        A folder that did not exist before the start is removed if it holds nothing else, so that its version can be used again.
+        A log folder that did not exist before the start is also removed if it contains no other files, so that its version
+        number can be used again.
 
         Args:
-            configuration: whether a file ``config.yaml`` counts as such a file of a folder that is removed.
+            configuration: whether such a folder is removed even if it contains ``config.yaml``.
         """
         for folder, names in self._earlier.items():
             for path in list(folder.iterdir()) if folder.is_dir() else ():
@@ -288,7 +289,10 @@ def _numbered(file: Path) -> Path:
 
 
 def _remove_without_files(folder: Path, ignored: Collection[str]) -> None:
-    """Remove a folder if neither it nor a folder below it holds files with other names than ``ignored``, directly in it."""
+    """Remove a folder and its subfolders unless they contain files.
+
+    Files in the folder itself whose names are in ``ignored`` do not count, and are removed with it.
+    """
     entries = list(folder.rglob("*")) if folder.is_dir() else []
     files = [path for path in entries if path.is_symlink() or not path.is_dir()]
     if folder.is_dir() and all(path.parent == folder and path.name in ignored for path in files):

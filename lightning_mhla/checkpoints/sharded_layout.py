@@ -54,7 +54,7 @@ def pack_layout(metadata: Metadata) -> dict[str, Any]:
 
 
 def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
-    """Convert the result of :func:`pack_layout` to torch's metadata after checks, because it comes from an untrusted file.
+    """Check the result of :func:`pack_layout`, read from an untrusted file, and convert it to torch's metadata.
 
     Args:
         listed: result of :func:`pack_layout`, read from a file.

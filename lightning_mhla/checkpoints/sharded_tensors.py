@@ -168,7 +168,11 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 def saved_names(path: Path) -> set[str]:
-    """Return the top-level keys under which a sharded checkpoint stores tensors: ``state_dict``, ``optimizer_0`` and so on."""
+    """Return the top-level keys under which a sharded checkpoint stores tensors: ``state_dict``, ``optimizer_0`` and so on.
+
+    Raises:
+        ValueError: if the layout of the tensors, ``layout.json``, cannot be read.
+    """
     return {name.split(".")[0] for name in _Reader(path).read_metadata().state_dict_metadata}
 
 
@@ -205,7 +209,7 @@ def load_whole(path: Path) -> dict[str, Any]:
 
 
 def _numbered(optimizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state from parameter names to the parameter numbers that ``Optimizer.state_dict()`` uses."""
+    """Replace parameter names in an optimizer state with the parameter numbers that ``Optimizer.state_dict()`` uses."""
     groups = optimizer["param_groups"]
     names = [name for group in groups for name in group["params"]]
     number = {name: index for index, name in enumerate(names)}

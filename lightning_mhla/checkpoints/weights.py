@@ -26,7 +26,10 @@ def load_weights(module: nn.Module, state: dict[str, Any], strict: bool = True) 
     Args:
         module: module to load the weights into.
         state: weights by name, sharded like those of the module, or complete on every process.
-        strict: whether to raise an error if names in ``state`` and in the module differ.
+        strict: whether names in ``state`` must be those of the module's weights.
+
+    Raises:
+        RuntimeError: if ``strict`` is True and the names differ.
     """
     sharded = any(is_shard(parameter) for parameter in module.parameters())
     # `load_state_dict` cannot copy a full tensor into a shard.

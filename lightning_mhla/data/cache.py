@@ -188,6 +188,7 @@ class ShardCache:
             ShardUnavailableError: if the download fails, or no space becomes free.
             ValueError: if the cache limit is less than twice the size of the shard.
             DownloadStoppedError: if ``stop`` is set.
+            ForeignFileError: if a file in the cache belongs to a different user.
         """
         part = path.with_name(f"{path.name}.part")
         self._folder(path.parent)
@@ -267,7 +268,7 @@ class ShardCache:
     def _resized(self, path: Path, problem: str) -> ShardUnavailableError:
         """Delete the saved tables of a remote folder in which the size of a shard has changed, and return the error to raise.
 
-        The tables of the other shards are deleted, too, because a data set is usually replaced as a whole.
+        The tables of the other shards are deleted, too, because the shards of a data set are usually replaced together.
 
         Args:
             path: path of the shard in the cache.
@@ -430,8 +431,11 @@ def _open(path: Path, flags: int) -> int:
     also keep the disk space of a removed file in use.
 
     Args:
-        path: path of the file. A file of another user or a symbolic link is an error.
+        path: path of the file.
         flags: flags for ``os.open``, such as ``os.O_RDONLY``.
+
+    Raises:
+        ForeignFileError: if the path is a symbolic link, or the file belongs to a different user.
     """
     with _holding:
         descriptor = open_own(path, flags)

@@ -96,7 +96,11 @@ class CaptionedFiles(SampleFiles):
         raise NotImplementedError
 
     def caption(self, index: int) -> str:
-        """Return one caption of a sample. If the sample has several, torch's global random generator chooses one."""
+        """Return one caption of a sample. If the sample has several, torch's global random generator chooses one.
+
+        Raises:
+            BrokenSampleError: if the sample has no caption, or a caption is not valid.
+        """
         captions = self.captions(index)
         return captions[0] if len(captions) == 1 else captions[int(torch.randint(len(captions), ()))]
 
@@ -337,7 +341,7 @@ def caption_members(captions: Sequence[str]) -> dict[str, bytes]:
 
 
 def _is_plain(data: bytes) -> bool:
-    """Return whether the UTF-8 content of a text file is read as it is: as text, without a byte order mark."""
+    """Return whether a reader of text files would accept the UTF-8 content of a file and return it unchanged."""
     try:
         return decode_text(data, "a caption").encode() == data
     except NotTextError:

@@ -29,9 +29,9 @@ class Encoder(NamedTuple):
     """Record of the model that encoded samples.
 
     Attributes:
-        path: folder of the model or of its pipeline, or name of either on the hub.
-        parts: folders of a pipeline that encoded the samples.
-        digest: digest of the model's files, see :func:`model_digest`; None if there is none, as for a model on the hub.
+        path: folder of the model or of its pipeline, or name of either on the Hugging Face hub.
+        parts: names of the folders of a pipeline whose models encode samples, such as ``vae``.
+        digest: digest of the model's files, see :func:`model_digest`; None if none is recorded, as for a model on the hub.
     """
 
     path: str
@@ -40,7 +40,10 @@ class Encoder(NamedTuple):
 
 
 def recorded_encoder(manifest: Path) -> Encoder | None:
-    """Return the model that a manifest records; None if it records none, as beside shards of other programs."""
+    """Return the model that encoded the samples of shards, as recorded in the manifest, the JSON file beside the shards.
+
+    The result is None if there is no readable manifest, or if the manifest records no model.
+    """
     try:
         record = dict(read_json(manifest))
     except (OSError, TypeError, ValueError):
@@ -57,8 +60,8 @@ def compare_models(manifests: Iterable[Path], models: Mapping[str, str]) -> None
 
     Args:
         manifests: paths of the manifests beside the shards. A manifest without a record of a model is ignored.
-        models: models to compare with, by the option that names each, such as ``model.vae``: a folder or a name on the hub, of
-            the model or of a pipeline that contains it.
+        models: models to compare with. The keys are options, such as ``model.vae``. The values are folders or names on the
+            Hugging Face hub, of the model itself or of a pipeline that contains it.
     """
     encoders: dict[Encoder, Path] = {}
     for manifest in manifests:
@@ -80,14 +83,15 @@ def compare_models(manifests: Iterable[Path], models: Mapping[str, str]) -> None
 
 
 def is_same_model(path: str, encoder: Encoder, digest_of: Callable[[str, tuple[str, ...]], str | None]) -> bool:
-    """Return whether a model is the one that encoded samples. Its pipeline and its folder there count as the same.
+    """Return whether a model is the one that encoded samples.
 
-    If the model is a folder and the record has a digest, the contents of the files decide, else the names.
+    The path of a pipeline and the path of the model's folder in this pipeline count as the same model. If ``path`` is a folder
+    and the record has a digest, the digests of the files are compared; otherwise, the paths or names are.
 
     Args:
-        path: folder of the model or of a pipeline that contains it, or name of either on the hub.
+        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
         encoder: record of the model that encoded the samples.
-        digest_of: function that computes :func:`model_digest`.
+        digest_of: function with the arguments and the result of :func:`model_digest`, which may cache results.
     """
     folder = Path(path)
     parents = [folder.parent] if folder.name in encoder.parts else []

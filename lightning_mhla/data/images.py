@@ -95,7 +95,8 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
         mode: Pillow mode of the result: ``"RGB"`` for color or ``"L"`` for gray.
 
     Raises:
-        BrokenSampleError: if the file is not a complete image, or the image is too large or too narrow.
+        BrokenSampleError: if the file is not a complete image, or the image is too large or too narrow for
+            :func:`decode_image`.
     """
     return decode_image(read_sample(path), shown(path), mode)
 
@@ -103,7 +104,10 @@ def decode_file(path: Path, mode: str = "RGB") -> Image.Image:
 def as_shown(image: Image.Image) -> Image.Image:
     """Apply the EXIF orientation, blend transparent pixels with white, and reduce 16-bit gray levels to 8 bits.
 
-    The orientation is applied to ``image`` itself. EXIF data that cannot be read has none.
+    The orientation is applied to ``image`` in place. EXIF data that cannot be read is ignored.
+
+    Returns:
+        The image as a viewer would show it, which may be ``image`` itself.
     """
     image.load()
     try:
@@ -224,7 +228,7 @@ class LabelledFolder(LabelledImages):
         return read_sample(path), shown(path), label
 
     def origins(self) -> list[Origin]:
-        """Return the image file and the class name of each sample, to be recorded beside shards made from the samples."""
+        """Return the image file and the class name of each sample, which are recorded beside shards made from the samples."""
         return [
             Origin(str(path.relative_to(self.folder)), (path,), self.classes[label]) for path, label in self.labelled
         ]
@@ -235,7 +239,7 @@ def labelled_images(
 ) -> LabelledImages:
     """Create the data set of labeled images for a stage, from shards or from a folder with one subfolder per class.
 
-    The images of a folder have a random order, always the same, in validation and tests.
+    For validation and tests, the images of a folder are put into a fixed random order.
 
     Args:
         sets: locations of the training and validation data.

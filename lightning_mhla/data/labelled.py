@@ -12,7 +12,7 @@ from lightning_mhla.data.remote import url_scheme
 
 
 class LabelledShards:
-    """Mixin for data modules that read labeled shards, or folders with one subfolder per class.
+    """Mixin for data modules that read labeled tar shards, or folders with one subfolder per class.
 
     Labels are matched by class name. The class names of the training data define the labels, so a class has the same label in a
     validation set that lacks some of the classes. If a trained model stores class names, they take precedence over those of the
@@ -25,7 +25,7 @@ class LabelledShards:
 
     @property
     def num_classes(self) -> Any:
-        """Number of classes: the option ``num_classes`` if it is set, otherwise the number of class names.
+        """Number of classes, an integer: the option ``num_classes`` if it is set, otherwise the number of class names.
 
         Raises:
             ValueError: if the option is not set and the class names are not known.

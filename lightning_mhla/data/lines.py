@@ -1,8 +1,8 @@
 """Reading of text files and JSON Lines files, including compressed files and files in UTF-16 or UTF-32.
 
 Only a line feed ends a line: U+2028, U+0085 and form feeds are ordinary characters. UTF-8 is read with or without a byte order
-mark, UTF-16 and UTF-32 only with one. The mark is never part of the text. Any other content is an error that names the file and
-the position. Otherwise, a model would silently train on wrongly decoded text.
+mark, UTF-16 and UTF-32 only with one. The mark is never part of the text. Any other content raises an error that names the file
+and the defect, so that a model never trains on wrongly decoded text.
 """
 
 # Longer than other modules because each defect of a file has its own error message, which says how to fix the file.
@@ -85,7 +85,7 @@ PRINTABLE_SIGNATURES = (b"BZh", b"PAR1")
 
 
 class NotTextError(ValueError):
-    """Raised for a file that is not text in a supported encoding. The message names the file and the position.
+    """Raised for a file that is not text in a supported encoding. The message names the file and the defect.
 
     Attributes:
         kind: ``"binary"`` if the file has a zero byte or begins like a binary format; ``"not UTF-8"`` if its bytes cannot be
@@ -205,8 +205,8 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
     Args:
         source: path or URL.
-        longest: maximum number of characters in a line, at least 2**20, the length of a piece that is read at once; None for
-            2**25.
+        longest: maximum number of characters in a line; None for 2**25. The file is read in pieces of 2**20 bytes, so a limit
+            below 2**20 does not apply to every line.
 
     Yields:
         Line without its final ``\n``. A ``\r`` before the ``\n`` is kept.
@@ -303,6 +303,9 @@ def parse_json(text: str, where: str) -> Any:
     Args:
         text: JSON string.
         where: location of the string, for error messages.
+
+    Returns:
+        Python value as ``json.loads`` returns it, except that an integer with too many digits for Python becomes a float.
 
     Raises:
         ValueError: if the string is not valid JSON, or is nested too deeply.

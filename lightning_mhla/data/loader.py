@@ -102,7 +102,7 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """Batch sampler over the batches in the iterator ``pending``, which the loader sets before each pass over the data."""
+    """Batch sampler that yields the batches of its iterator ``pending``, which the loader sets before each pass."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())
@@ -162,10 +162,10 @@ def outlive_signals(worker: int = 0) -> None:
 
     Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If worker processes ended at once,
     training would fail before it could save a checkpoint. The parent sends SIGTERM only when it no longer needs the worker, for
-    example when it exits, and then waits for its end.
+    example when it exits, and then waits for the worker to end.
 
     Args:
-        worker: number of the worker process. PyTorch's DataLoader passes it, and it is not used.
+        worker: number of the worker process, which is not used. PyTorch's DataLoader passes this argument.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # the thread takes them
     Thread(target=_await_signals, args=(os.getppid(),), daemon=True).start()
@@ -179,10 +179,13 @@ def _await_signals(parent: int) -> None:
 
 
 def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Iterate over batches, and shorten the errors of worker processes to their message, without the worker's traceback.
+    """Iterate over batches, and re-raise errors of worker processes with only their message, without the worker's traceback.
 
     Args:
         batches: iterator of a PyTorch DataLoader.
+
+    Yields:
+        Batches, unchanged.
 
     Raises:
         BrokenSampleError: if a worker process cannot use a sample.
@@ -218,11 +221,12 @@ class ResumableLoader:
         num_workers: number of worker processes.
         ahead: function that takes the shard number of each sample in reading order, and returns a context manager that
             downloads shards ahead; None if shards are not downloaded ahead.
-        repeats: number of consecutive times that each training sample occurs in an epoch.
+        repeats: number of consecutive times that a training sample occurs in an epoch. The length of an epoch does not depend
+            on this number, so an epoch contains only one in ``repeats`` of the samples.
 
     Raises:
-        ValueError: if the batch size is not a multiple of the number of processes, or the data set has too few samples for one
-            batch.
+        ValueError: if the batch size is not a multiple of the number of processes, the data set is empty, or it has too few
+            samples for one training batch.
     """
 
     def __init__(
@@ -351,7 +355,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning reads this attribute to end them."""
+        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning uses it to shut them down."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -359,7 +363,10 @@ class ResumableLoader:
         self._loader._iterator = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the sample order, which are saved in checkpoints and compared on resume."""
+        """Return the options that determine the sample order, by name, such as ``batch_size`` and ``seed``.
+
+        The options are saved in checkpoints, and compared when training resumes.
+        """
         # Checksums, because a checkpoint should not hold a number for each sample.
         groups = None if self.groups is None else zlib.crc32(self.groups.tobytes())
         sizes = np.array(self.source.shard_sizes, np.int64)
@@ -371,7 +378,7 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Check that a checkpoint was saved with the same sample order.
 
-        The check is skipped if training resumes at its very first batch, where a different order does no harm.
+        The check is skipped if training resumes at its first batch, because no sample has been used yet.
 
         Args:
             state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.
@@ -399,8 +406,9 @@ def check_same_order(saved_options: Mapping[str, Any], options: Mapping[str, Any
     """Check that the options that determine the order of samples are those with which a checkpoint was saved.
 
     Args:
-        saved_options: options in the checkpoint by name. Missing ones, as in old checkpoints, are not compared.
-        options: current options.
+        saved_options: options in the checkpoint, by name. If an old checkpoint lacks ``groups`` or ``repeats``, their
+            default values are assumed. Other missing options are not compared.
+        options: current options, by name.
 
     Raises:
         ValueError: if an option differs.

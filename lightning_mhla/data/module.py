@@ -1,4 +1,4 @@
-"""Base class of data modules, which wraps the data set of each stage in a loader that resumes exactly."""
+"""Base class of data modules whose loaders resume training with exactly the next sample, and locations of their shards."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ShardSets:
     Args:
         train: location of the training data: a folder, path pattern or URL of tar shards, a list of these, or a folder with one
             subfolder per class.
-        val: location of the data for validation and tests, in one of these forms.
+        val: location of the data for validation and tests, in one of the same forms.
         options: options for reading shards and keeping downloads.
     """
 
@@ -96,9 +96,10 @@ class ShardSets:
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def compare_encoders(self, stage: str) -> None:
-        """Log a warning if the latents of a stage were encoded by a different model than those of an earlier stage.
+        """Log a warning if the latents of this stage and of the stages checked before were not all encoded by one model.
 
-        Latents of two models have different meanings. The manifests beside the shards hold digests of the models' files.
+        Latents from two models have different meanings. The manifests (JSON files beside the shards) contain digests of the
+        models' files, which are compared.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -116,11 +117,11 @@ class ShardSets:
                 )  # fmt: skip
 
     def compare_models(self, models: Mapping[str, str]) -> None:
-        """Log a warning if the training samples were encoded by other models than the ones that a module decodes them with.
+        """Log a warning if the training samples were encoded by models other than those of the LightningModule.
 
         Args:
-            models: models of the module, by the option that names each, such as ``model.vae``: a folder or a name on the hub,
-                of the model or of a pipeline that contains it.
+            models: mapping from the name of an option of the LightningModule, such as ``model.vae``, to its value: the folder
+                or the Hugging Face Hub name of a model, or of a pipeline that contains the model.
         """
         if self.class_folder("train") is None:
             compare_models(self.manifests("train"), models)
@@ -155,7 +156,7 @@ class ShardSets:
 
 
 def _location(where: Any) -> str | list[str]:
-    """Return a location, or several, as strings. A list of one location is that location."""
+    """Convert one location, or an iterable of locations, to strings. A single location becomes one string instead of a list."""
     # Not os.fspath: objects for remote paths have no local path, or download the file to get one.
     names = [str(part) for part in ([where] if isinstance(where, str) or not isinstance(where, Iterable) else where)]
     return names[0] if len(names) == 1 else names
@@ -238,12 +239,12 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
 
     @override
     def setup(self, stage: str) -> None:
-        """Forget the position of an earlier run, so that a second ``fit`` begins with the first sample.
+        """Discard the training loader and the restored checkpoint state of an earlier ``fit``.
 
-        Lightning restores the position from a checkpoint after this method.
+        Lightning calls :meth:`load_state_dict` after this method if training resumes from a checkpoint.
 
         Args:
-            stage: stage of the trainer.
+            stage: stage of the trainer. Only ``"fit"`` has an effect.
         """
         if stage == "fit":
             self._trained_with = self._train_loader = None
@@ -305,7 +306,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return Progress(0 if overfit else epoch, done, steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the options that determine the order of training samples, and the number of batches trained on."""
+        """Return the options that determine the order of training samples, and the number of batches trained on, by name."""
         return {**self._order, TRAINED: batches_trained(self.trainer)} if self.trainer is not None else self._order
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -62,9 +62,9 @@ def model_digest(path: str, parts: Sequence[str]) -> str | None:
     """Return a digest of the model that encodes samples, which changes if the model in a folder is replaced.
 
     Args:
-        path: folder of an autoencoder or a pipeline, or a name on the hub.
-        parts: folders of the pipeline whose models encode samples, such as ``vae``. If none of them exists, the files in the
-            folder itself count.
+        path: folder of an autoencoder or a pipeline, or a name on the Hugging Face hub.
+        parts: subfolders of the pipeline whose models encode samples, such as ``vae``. If none of them exists, the files in
+            the folder itself are used.
 
     Returns:
         Digest of the names and the contents of the files that encode samples; None if the path is not a folder.
@@ -130,7 +130,12 @@ class ShardSet:
         return sorted(path for path in self.folder.glob("*.tar") if self._is_name(path.name))
 
     def check_not_among(self, origins: Sequence[Origin]) -> None:
-        """Check that no file from which the shards are made is one of them. ``--force`` would delete it before it is read.
+        """Check that no source file of the new shards has the path of a shard of this set.
+
+        The command-line option ``--force`` would delete such a file before it is read.
+
+        Args:
+            origins: source files and other inputs of the new shards.
 
         Raises:
             ValueError: if a file of an origin has the name of a shard of this set and is in its folder.
@@ -180,8 +185,8 @@ def resume_order(
             origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        For each sample, in the order of the record file, the index of its origin in ``origins``; None if the origin no longer
-        exists.
+        List with one entry per sample, in the order of the record file: the index of the sample's origin in ``origins``, or
+        None if the origin no longer exists.
 
     Raises:
         ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an
@@ -364,8 +369,8 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
     """Read the file that records what shards were made from.
 
     Returns:
-        Options of the command, and a dict with ``name``, ``note`` and ``files`` for each :class:`Origin`. None if the file is
-        missing or not valid.
+        Options of the command by name, and a list of dicts with ``name``, ``note`` and ``files``, one for each :class:`Origin`.
+        None if the file is missing or not valid.
     """
     try:
         _check_unpacked(shards.origins)

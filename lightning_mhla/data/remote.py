@@ -336,6 +336,8 @@ def download(
 def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]]:
     """Download the small files that accompany remote shards, such as lists of class names, unless they exist locally.
 
+    Files that do not exist on the server are skipped.
+
     Args:
         urls: URLs of the shards. Shards whose URL has a query string are ignored.
         folder: root folder of all downloads.
@@ -345,6 +347,7 @@ def side_files(urls: Sequence[str], folder: Path) -> Iterator[tuple[Path, bytes]
 
     Raises:
         ForeignFileError: if a local file at such a path belongs to a different user.
+        ShardUnavailableError: if a download fails.
     """
     shards = [url.rpartition("/") for url in urls if "?" not in url]
     for parent, prefix in sorted({(parent, name.rpartition("-")[0]) for parent, _, name in shards if "-" in name}):

@@ -62,7 +62,8 @@ def find_shards(
         streamed: cache that downloads remote shards only when they are read; None to download them now.
 
     Returns:
-        Local paths of the shards, in the order of the locations. With ``streamed``, remote shards do not exist there yet.
+        Local paths of the shards, in the order of the locations. With ``streamed``, the files of remote shards may not exist
+        yet.
 
     Raises:
         FileNotFoundError: if a folder, path or pattern matches no shard, or the list of locations is empty.
@@ -84,7 +85,8 @@ def expand_braces(name: str) -> list[str]:
     """Expand a path or URL with braces, such as ``train-{0000..1023}.tar``, into the list of names that it stands for.
 
     Raises:
-        ValueError: if the braces are not balanced, or the result would have more than 1,048,576 names.
+        ValueError: if the braces are not balanced, ``name`` has more than 4,096 characters, or the result would be too long,
+            for example with more than 1,048,576 names.
     """
     start = name if len(name) <= 100 else f"{name[:100]}.."
     count = _count_names(name) if len(name) <= LONGEST_PATTERN else None
@@ -228,11 +230,11 @@ class ShardReader:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def is_streamed(self, shard: Path) -> bool:
-        """Return whether a shard is downloaded each time that it is read and not in the cache."""
+        """Return whether a shard is remote and streamed, which means that reading it downloads it if it is not in the cache."""
         return shard in self._urls
 
     def describe(self, index: int) -> str:
-        """Describe where a sample is stored, by its shard and key, for messages."""
+        """Describe a sample for messages, by the location of its shard and its key (its file names up to the first dot)."""
         shard, _ = self._find(index)
         return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(index)}"
 
@@ -380,7 +382,7 @@ class ShardReader:
             Index of the sample and the result of ``read``; None if there are no samples.
 
         Raises:
-            BrokenSampleError: if all of the first :data:`TRIED` samples are damaged.
+            BrokenSampleError: if the first 100 samples, or all samples of a smaller data set, are damaged.
         """
         for index in range(len(self)):
             try:

@@ -102,7 +102,7 @@ FURTHER = (
 
 
 class TarCheck:
-    """Check of a tar file while it is being downloaded, which raises an error once the file cannot be a valid shard.
+    """Validator of a tar file during its download, which raises an error as soon as the file cannot be a valid shard.
 
     Call the object with each piece of the file, in order.
 

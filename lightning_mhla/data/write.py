@@ -75,20 +75,21 @@ class Preparation:
         prefix: prefix of the shard names.
         options: JSON values that the samples depend on.
         origins: files and other inputs of the samples, in the order in which the samples are written.
-        per_shard: number of samples in a shard if each sample has an origin of its own, so that only the origins of complete
-            shards must stay unchanged. None if an origin has many samples; then no origin may change once a shard is complete.
+        per_shard: number of samples in a shard if each sample has its own origin; None if an origin has many samples. With a
+            number, the origins of samples in incomplete shards may still change. With None, no origin may change once a shard
+            is complete.
         max_skipped: maximum number of broken samples that this process skips.
-        force: whether to delete existing shards with the same prefix first.
+        force: whether to delete existing shards with the same prefix first, which requires a single process.
         share: rank of this process and number of processes.
         classes: class names in the order of the labels, which are written to ``PREFIX-classes.txt``; None if they are unknown.
 
     Attributes:
-        order: for each sample, the index of its origin in ``origins``; None if the origin no longer exists.
+        order: list with the index in ``origins`` of each sample's origin, or None if the origin no longer exists.
         skipped: counter of broken samples.
 
     Raises:
-        ValueError: if an origin is one of the shards to write; on entry if the options, origins or classes of existing shards
-            have changed; and on exit if a source file has changed.
+        ValueError: if an origin is one of the shards to write. On entry, if the options, origins or classes of existing shards
+            have changed, or several processes use ``force``. On exit, if a source file has changed.
     """
 
     def __init__(
@@ -150,7 +151,11 @@ class Preparation:
         return self.shards.folder / f"{self.shards.prefix}-{CLASSES}"
 
     def _list_classes(self, names: Sequence[str]) -> None:
-        """Write the list of classes, unless it gives the labels of existing shards different names."""
+        """Write the list of class names, after a check that the labels of existing shards keep their names.
+
+        Raises:
+            ValueError: if the list recorded for existing shards is not the beginning of ``names``.
+        """
         file = self._class_list
         recorded_names = (read_classes(file) or []) if self.shards.finished() else []
         # A longer list, such as that of the complete data set, may add classes at the end.
@@ -175,7 +180,8 @@ class Preparation:
         Args:
             count: number of samples in all shards.
             per_shard: number of samples in a shard.
-            samples: function that takes a range of sample numbers, and returns the samples with these numbers.
+            samples: function that takes a range of sample numbers, and returns the samples with these numbers. A sample is a
+                dict with its key under ``__key__``, and the content of each of its files by file extension.
             title: title of the progress bar.
             digits: number of digits in a shard's name.
 
@@ -183,7 +189,7 @@ class Preparation:
             Paths of all shards, including those of other processes.
 
         Raises:
-            BrokenSampleError: if all samples are broken, unless several processes share them.
+            BrokenSampleError: if all samples are broken. This is checked only if a single process writes all shards.
         """
         rank, world = self.share
         shards = shard_ranges(self.shards.folder, self.shards.prefix, count, per_shard, digits)
@@ -308,7 +314,7 @@ def check_per_shard(per_shard: int) -> None:
 def check_outside(target: Path, sources: Iterable[Path]) -> None:
     """Check that the folder of new shards is not inside a folder that they are made from.
 
-    A repeated call would take the shards, and the files beside them, for new input. Hidden folders are not read as input.
+    A repeated call would read the shards, and the files beside them, as new input. Hidden folders are not read as input.
 
     Raises:
         ValueError: if ``target`` is one of the ``sources``, or inside one and not hidden.

@@ -39,7 +39,7 @@ class FrozenVAE:
             self._model.cpu()
 
     def model(self, device: torch.device) -> Any:
-        """Return the VAE on the given device, and load it on the first call.
+        """Return the diffusers model of the VAE, moved to the given device. The first call loads the model.
 
         Raises:
             FileNotFoundError: if there is no VAE at the path given to the constructor.
@@ -49,10 +49,10 @@ class FrozenVAE:
         return self._model.to(device)
 
     def check_channels(self, channels: int) -> None:
-        """Load the VAE if necessary, and check that its latents have the channels of the network that denoises them.
+        """Load the VAE if necessary, and check that its latents have as many channels as the samples that a network denoises.
 
         Args:
-            channels: number of channels of the network's samples.
+            channels: number of channels of the samples that the network denoises.
 
         Raises:
             ValueError: if the VAE's latents have a different number of channels.
@@ -67,7 +67,7 @@ class FrozenVAE:
             )
 
     def _read(self) -> Any:
-        """Load the VAE from the subfolder ``vae`` of a pipeline, or from the path itself."""
+        """Load the diffusers model of the VAE from the subfolder ``vae`` of a pipeline, or from the path itself."""
         import diffusers
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
@@ -84,7 +84,7 @@ class FrozenVAE:
 
 
 class ScaledVAE(FrozenVAE):
-    """Base class of codecs between images and latents that are multiplied by the scaling factor in the VAE's configuration."""
+    """Base class of codecs that convert images to latents and back, with latents multiplied by the VAE's scaling factor."""
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class ClipCodec(FrozenVAE):
                 frames of h x w positions.
 
         Returns:
-            Clips ``[B, 3, F, H, W]`` with values from about -1 to 1. A clip has F frames of H x W pixels.
+            Clips ``[B, 3, F, H, W]`` float32 with values from about -1 to 1. A clip has F frames of H x W pixels.
         """
         model = self.model(latents.device)
         mean, deviation = self._moments(latents.device)

@@ -63,8 +63,8 @@ class VelocityHost(LinearizedHost):
     velocity.
 
     Args:
-        velocity: function that takes a transformer, noisy samples, timesteps and embedded captions, and returns the predicted
-            velocity.
+        velocity: function that takes a transformer, noisy samples ``[B, C, ...]``, timesteps ``[B]`` and embedded captions
+            ``[B, L, D]``, and returns the predicted velocity in the shape of the samples.
     """
 
     loss_name = "train/flow_loss"
@@ -87,11 +87,14 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples, and return it in float32.
+        """Predict the velocity of noisy samples in float32.
 
         Args:
             network: transformer from the diffusers library.
-            inputs: noisy samples, timesteps and embedded captions, in this order.
+            inputs: noisy samples ``[B, C, ...]``, timesteps ``[B]`` and embedded captions ``[B, L, D]``, in this order.
+
+        Returns:
+            Velocity in the shape of the noisy samples, float32.
         """
         return self.velocity(network, *inputs).float()
 

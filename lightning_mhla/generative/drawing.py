@@ -34,13 +34,13 @@ GRID = 10
 class ImageGenerator(Protocol):
     """Protocol of a LightningModule that generates images from numbered conditions, such as classes or prompts.
 
+    If the conditions are not the classes of the data, the module also has an attribute ``condition`` with a noun for them, such
+    as ``"prompt"``.
+
     Attributes:
         device: device of the weights.
         ema_decay: decay of the exponential moving average of the weights; None if there is no average.
         sampling: default sampler options, a dataclass.
-
-    Conditions are taken for the classes of the data, unless the module has an attribute ``condition`` that names them, such as
-    ``"prompt"``.
     """
 
     device: Any
@@ -62,7 +62,7 @@ class ImageGenerator(Protocol):
         """Check that images can be generated with the given sampler options.
 
         Args:
-            sampling: sampler options; None for the default options.
+            sampling: sampler options, a dataclass of the same type as the attribute ``sampling``; None for the default options.
 
         Raises:
             ValueError: if the options are not valid for this model.
@@ -77,14 +77,18 @@ class ImageGenerator(Protocol):
         Args:
             indices: indices of the images.
             seed: seed of the noise.
-            sampling: sampler options.
+            sampling: sampler options, a dataclass of the same type as the attribute ``sampling``.
 
         Returns:
             Images ``[b, C, H, W]`` uint8, one for each of the b indices.
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options that affect image metrics, by name, such as ``sampling_steps`` and ``guidance``."""
+        """Return the sampler options that affect image metrics, by name, such as ``sampling_steps`` and ``guidance``.
+
+        Args:
+            sampling: sampler options, a dataclass of the same type as the attribute ``sampling``.
+        """
 
     def all_gather(self, data: Any) -> Any:
         """Gather tensors from all processes, as Lightning's method of this name does.
@@ -172,7 +176,7 @@ class SampleGrid(PeriodicEvaluation):
     def _drawing(self, trainer: Trainer, module: LightningModule) -> Iterator[None]:
         """Context manager for generating images with the weights and the precision of validation.
 
-        On exit, the random state is restored, and text encoders and VAEs are moved to the CPU.
+        On exit, the random states of the CPU are restored, and text encoders and VAEs are moved to the CPU.
         """
         with (
             kept_random_state(),
@@ -213,7 +217,7 @@ class SampleGrid(PeriodicEvaluation):
         log_figure(trainer, figure, self.name, folder / "pictures", caption)
 
     def _sampling(self, module: ImageGenerator) -> Any:
-        """Return the sampler options of this callback; those that a mapping leaves out are the model's."""
+        """Return the sampler options of this callback as the model's dataclass. Missing options have the model's defaults."""
         if isinstance(self.sampling, Mapping):
             return as_dataclass(type(module.sampling), {**vars(module.sampling), **self.sampling})
         return module.sampling if self.sampling is None else as_dataclass(type(module.sampling), self.sampling)
@@ -250,7 +254,8 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
         columns: more tensors ``[b, ...]`` with a row for each of this process's samples.
 
     Returns:
-        List of tensors: pixels, sample indices, and each of ``columns``, with a row for each sample of all processes.
+        List of tensors with a row for each of the n samples of all processes: pixels ``[n, C, H, W]``, sample indices ``[n]``
+        int64, and each of ``columns``, ``[n, ...]``.
     """
     valid = torch.tensor([ticket.valid for ticket in tickets], device=module.device)
     indices = torch.tensor([ticket.index for ticket in tickets], device=module.device)

@@ -81,7 +81,14 @@ class SampleWriter(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Write the images that this process generated in a batch to PNG files or to the file of pixels."""
+        """Write the images that this process generated in a batch to PNG files or to a temporary file of pixels.
+
+        Args:
+            trainer: trainer that runs the prediction.
+            pl_module: module that generated the images.
+            outputs: ``pixels``, the b images of the batch, ``[b, C, H, W]`` uint8 with 1 or 3 channels; ``index``, the number
+                of each image, ``[b]``; and ``label``, the class of each image, ``[b]``.
+        """
         pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
         indices, labels = outputs["index"].tolist(), outputs["label"].tolist()
         self._labels += zip(indices, labels, strict=True)
@@ -97,8 +104,7 @@ class SampleWriter(Callback):
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Wait until all processes have written their images, then complete the output on the first process.
 
-        With the output format ``"npz"``, it writes the pixels and the labels that all processes stored to one file,
-        ``samples.npz``.
+        With the output format ``"npz"``, the first process writes the pixels and labels of all processes to ``samples.npz``.
         """
         labels = dict(sorted(gather_rows(trainer, self._labels)))
         if not trainer.is_global_zero:
@@ -117,7 +123,7 @@ class SampleWriter(Callback):
 
 
 def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
-    """Write rows of equal size into an existing file that several processes fill. Rows that nobody writes are zero.
+    """Write rows of equal size into an existing file that several processes fill. Rows that no process writes are zero.
 
     The file is not memory-mapped, because this would write complete memory pages, which include rows of other processes.
 
@@ -133,7 +139,7 @@ def _write_rows(path: Path, indices: list[int], rows: np.ndarray) -> None:
 
 
 def _write_archive(path: Path, rows: np.ndarray, labels: dict[int, int]) -> None:
-    """Write images and their labels to an ``.npz`` file, one image after the other, because they may exceed the memory.
+    """Write images and their labels to an ``.npz`` file, one image at a time, because all images may not fit in memory.
 
     Args:
         path: path of the file.

@@ -51,7 +51,7 @@ class GenerativeModule(TrainingModule):
         """Compute the training loss of each sample, with a timestep and noise drawn from the sample's random generator.
 
         Args:
-            batch: batch from the data module.
+            batch: batch of B samples from the data module, by entry name.
             generators: random generators on the CPU, one for each of the B samples.
 
         Returns:
@@ -59,17 +59,23 @@ class GenerativeModule(TrainingModule):
         """
 
     def encoding_models(self) -> dict[str, str]:
-        """Return the folders or hub names of the models that encode samples, by option; empty for a model of pixels alone."""
+        """Return the models that encode samples, as a dict from option name, such as ``model.vae``, to folder or hub name.
+
+        The dict is empty if samples are not encoded, as in models that generate pixels.
+        """
         return {}
 
     def on_fit_start(self) -> None:
-        """Log a warning if encoded training data come from other models than those that encode and decode samples here."""
+        """Log a warning if the training data were encoded by models other than those in :meth:`encoding_models`."""
         shards = getattr(getattr(self.trainer, "datamodule", None), "shards", None)
         if isinstance(shards, ShardSets) and self.trainer.is_global_zero:
             shards.compare_models(self.encoding_models())
 
     def check_samples(self, samples: Tensor) -> None:
-        """Check that generated samples are finite. During training, samples that are not give a warning only.
+        """Check that generated samples are finite. During training, NaN or infinity only causes a warning.
+
+        Args:
+            samples: generated samples of any shape.
 
         Raises:
             ValueError: if a value is NaN or infinite, except in an evaluation during training.

@@ -12,7 +12,7 @@ from lightning_mhla.generative.flow import TIMESTEPS
 
 
 def flow_solver(shift: float) -> DPMSolverMultistepScheduler:
-    """Build diffusers' DPM-Solver++ for a flow matching model. It rounds timesteps to whole numbers.
+    """Build diffusers' DPM-Solver++ for a flow-matching model. The solver rounds timesteps to integers.
 
     Args:
         shift: timestep shift that the model was trained with.
@@ -39,10 +39,10 @@ def set_steps(scheduler: Any, steps: int, device: torch.device | None = None) ->
 
 
 def check_steps(scheduler: Any, sampler: str, steps: int) -> None:
-    """Check that a scheduler can take a number of sampling steps.
+    """Check that a scheduler supports a number of sampling steps.
 
     DPM-Solver++ divides by the difference of two noise levels, which must not be equal. Its scheduler skips the first step if
-    the first two timesteps are equal after rounding. All other schedulers take any number.
+    the first two timesteps are equal after rounding. All other schedulers support any number.
 
     Args:
         scheduler: diffusers scheduler.

@@ -36,7 +36,8 @@ class Backbone(LayoutTables):
         depth: number of transformer blocks.
         heads: number of attention heads.
         grid: number of tokens along each axis.
-        attention: one configuration for all layers, or a list with one for each layer, which must agree in their blocks.
+        attention: configuration of the attention for all layers, or a list with one configuration per layer. All of them must
+            divide the tokens into the same attention blocks.
         prefix_tokens: number of tokens before the grid (class or register tokens).
         drop_path: stochastic depth rate of the last transformer block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute each transformer block in the backward pass instead of keeping its activations.
@@ -47,8 +48,8 @@ class Backbone(LayoutTables):
         mlp_norm_eps: epsilon of the norms before the MLPs.
         condition_dim: width of the conditioning vector, see :class:`Block`; None for no conditioning.
         context_dim: width of the tokens of cross-attention; None for no cross-attention.
-        causal: True if the self-attention is causal, or ``"block"`` if each token attends to all tokens of its own block and of
-            earlier blocks.
+        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own block and of
+            earlier blocks; False if each token attends to all tokens.
         bias: whether the linear layers of attention and MLPs have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -135,7 +136,7 @@ class Backbone(LayoutTables):
         positions: Tensor | None = None,
         states: list[Tensor] | None = None,
     ) -> Tensor:
-        """Apply all blocks and the final norm to a batch of tokens.
+        """Apply all transformer blocks and the final norm to a batch of tokens.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order, prefix tokens first.
@@ -268,7 +269,7 @@ class Backbone(LayoutTables):
             positions: positions of the tokens, ``[N]`` or ``[B, N]``.
 
         Returns:
-            Angles by rotary base.
+            Mapping from rotary base to rotary angles.
         """
         parts = [block.attn.rotary for block in self.layers]
         using = {part.base: part for part in parts if isinstance(part, SequenceRotary)}

@@ -33,7 +33,7 @@ def make_norm(kind: NormKind, dim: int, affine: bool = True, eps: float = 1e-6) 
     Args:
         kind: ``"layernorm"`` or ``"rmsnorm"``.
         dim: width of the axis.
-        affine: whether the layer has learned factors (and offsets).
+        affine: whether the layer has learned factors and, for LayerNorm, learned offsets.
         eps: number added to the variance (LayerNorm) or to the mean square (RMSNorm).
 
     Raises:
@@ -66,8 +66,8 @@ class Block(nn.Module):
         condition_dim: width of a conditioning vector that shifts, scales and gates attention and MLP (adaLN-Zero, DiT,
             arXiv 2212.09748); None for no conditioning. The gates start at zero.
         context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
-        causal: True if the self-attention is causal, or ``"block"`` if each token attends to all tokens of its own block and of
-            earlier blocks.
+        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own block and of
+            earlier blocks; False if each token attends to all tokens.
         bias: whether the linear layers of attention and MLP have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -140,7 +140,7 @@ class Block(nn.Module):
         share: SequenceShare | None = None,
         branch_factors: tuple[Tensor, ...] | None = None,
     ) -> Tensor:
-        """Apply attention, cross-attention and the MLP to a batch of tokens.
+        """Apply self-attention, cross-attention (if the block has it) and the MLP to a batch of tokens.
 
         Args:
             x: tokens, ``[B, N, dim]``, in block order if ``block_ordered``.
@@ -148,7 +148,8 @@ class Block(nn.Module):
             context: tokens for cross-attention, ``[B, L, context_dim]``; required with ``context_dim``.
             key_mask: ``[B, N]`` bool, True for tokens that may be attended to; None if all may be.
             context_mask: ``[B, L]`` bool, True for context tokens that may be attended to; None if all may be.
-            rotary: rotary angles of the tokens, see :meth:`lightning_mhla.attention.Attention.forward`.
+            rotary: rotary angles of the tokens; None to let the attention compute them if its configuration uses a rotary
+                embedding.
             cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N; causal attention
                 only. None if each row is one sequence.
             share: part of each sequence that this process holds, if sequences are distributed over processes; None for complete
@@ -183,13 +184,15 @@ class Block(nn.Module):
         return x + _keep(branch_factors, -1, gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2))
 
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
-        """Draw random factors for stochastic depth: 0 for a sample that skips a residual branch, otherwise above 1.
+        """Draw random factors for stochastic depth, by which the outputs of residual branches are multiplied.
+
+        With a drop probability p, the factor is 0 for a sample that skips the branch, and ``1 / (1 - p)`` for all others.
 
         Args:
             x: tokens, ``[B, N, dim]``.
 
         Returns:
-            For each residual branch, the factors of the samples, ``[B, 1, 1]``; None if no sample can skip a branch.
+            Tuple with the factors of each residual branch, ``[B, 1, 1]``; None if no sample can skip a branch.
         """
         if not (self.training and self.drops):
             return None

@@ -12,8 +12,8 @@ from torch import Tensor
 class GenerationCache:
     """Generation states of all layers of a :class:`lightning_mhla.Backbone`, updated in place as tokens are generated.
 
-    The state of a linear attention layer has a constant size. The state of an mhla layer with dense mixing grows by one summary
-    per block, and the state of a softmax layer by one key and value per token.
+    The state of a linear attention layer has a constant size. The state of an MHLA layer with dense mixing coefficients grows
+    by one key-value matrix per block of tokens, and the state of a softmax layer by one key and one value per token.
 
     Args:
         depth: number of layers.
@@ -30,9 +30,12 @@ class GenerationCache:
         self.columns = 0
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of token positions in each row so far, padding included. It is the same for all layers.
+        """Return the number of token positions in each row so far, padding included.
 
         transformers' ``generate`` calls this method.
+
+        Args:
+            layer_idx: number of the layer, which is not used, because all layers have the same number of positions.
         """
         return self.columns
 

@@ -199,7 +199,10 @@ def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
     Args:
         initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences.
         bounds: index of the first chunk of each sequence, followed by the number of chunks.
-        sequence: index of the packed sequence.
+        sequence: index of the packed sequence; ignored if each row is one sequence.
+
+    Returns:
+        State of the packed sequence, ``[1, H, K, V]``, or all of ``initial``.
     """
     return initial if len(bounds) == 2 else initial[sequence : sequence + 1]
 

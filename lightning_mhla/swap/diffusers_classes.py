@@ -41,12 +41,12 @@ class SwappedDiffusersModel(SwappedModel):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the class for models with replaced attention that is derived from a diffusers model class.
+        """Return the subclass of a diffusers model class that saves and loads models with replaced attention.
 
-        The class is created on the first call.
+        The subclass is created on the first call for each model class.
 
         Args:
-            host: diffusers model class. If it already is such a class, it is returned unchanged.
+            host: diffusers model class. A subclass that this method created is returned unchanged.
         """
         # diffusers converts loaded weights to the requested dtype, except for modules with these names.
         float32_modules = sorted({*(host._keep_in_fp32_modules or ()), "mixing"})
@@ -128,7 +128,7 @@ class SwappedDiffusersModel(SwappedModel):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the class for models with replaced attention that is derived from the diffusers model class ``name``.
+    """Return the subclass of the diffusers model class ``name`` that saves and loads models with replaced attention.
 
     Raises:
         AttributeError: if diffusers does not have a model class of this name.

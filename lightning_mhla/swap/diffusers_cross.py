@@ -56,7 +56,9 @@ TEXTS = 4
 
 
 class TextMemory:
-    """Memory of the last texts that cross-attention layers have read, with the key-value summaries of each layer.
+    """Memory of the last four texts that cross-attention layers have read, with the key-value summaries of each layer.
+
+    A summary is the sum of the products of keys and values over one block of text tokens.
 
     A text is recognized by its values, because a model projects the same encoded text to new tensors in every step. The values
     are copied, because a caller may write a different text to the same tensor.
@@ -93,7 +95,7 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 @contextmanager
 def read_texts_once(model: nn.Module) -> Iterator[None]:
-    """Context manager that speeds up sampling: replaced cross-attention reads the keys of each text only once.
+    """Context manager that speeds up sampling on a CPU: replaced cross-attention reads the keys of each text only once.
 
     All denoising steps use the key-value summaries of the first step, with the same outputs up to rounding. The weights of the
     model must not change inside the context. The context has an effect only in passes on a CPU, without gradients and outside

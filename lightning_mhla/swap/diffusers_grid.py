@@ -154,6 +154,9 @@ def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, 
 
     Returns:
         Mapping from layer number to the new attention module.
+
+    Raises:
+        ValueError: if a configuration does not give a number of blocks for each axis, or the model has no patch convolution.
     """
     grid, patches = InputGrid(type(model).__name__), patch_convolution(model)
     built = {index: build_for(layer, configs[index], len(patches.stride)) for index, layer in layers.items()}
@@ -202,7 +205,7 @@ class GridProcessor(nn.Module):
 
     @property
     def swapped(self) -> Any:
-        """The new attention."""
+        """Attention module that replaces the original attention."""
         return self.attention
 
     def fit(self, tokens: Tensor) -> BlockLayout | None:

@@ -80,7 +80,8 @@ class LayerGroup(ABC, Generic[New, Config]):
         Args:
             model: model with its original attention.
             record: mapping with two entries. ``attention`` maps the fields of :attr:`config_class` to their values; ``layers``
-                maps the number of each layer to replace to its attention kind.
+                maps the number of each layer to replace to its attention kind. Numbers of layers that the model does not have
+                are ignored.
 
         Returns:
             Mapping from layer number to the new attention module.
@@ -105,10 +106,12 @@ class LayerGroup(ABC, Generic[New, Config]):
         return self.layers(model)
 
     def holder(self, layer: Any) -> Any:
-        """Return the object of a layer that holds the new attention as its attribute ``swapped``.
+        """Return the object that stores the new attention of a layer in its attribute ``swapped``.
+
+        The base class returns the layer itself.
 
         Args:
-            layer: attention module of the library. The base class returns it unchanged.
+            layer: attention module of the library.
         """
         return layer
 
@@ -126,7 +129,7 @@ class LayerGroup(ABC, Generic[New, Config]):
             original: True to compute the original attention from now on; False to compute the new attention.
 
         Returns:
-            Whether the layer has computed its original attention up to now.
+            Whether the layer computed its original attention before this call.
 
         Raises:
             NotImplementedError: if models of this library do not keep the original attention.
@@ -148,7 +151,7 @@ class LayerGroup(ABC, Generic[New, Config]):
 
 
 class NoCrossAttention(LayerGroup[CrossAttention, CrossAttentionConfig]):
-    """Group without layers, for libraries whose models have no cross-attention."""
+    """Implementation of the interface for libraries whose models have no cross-attention layers to replace."""
 
     config_class = CrossAttentionConfig
 

@@ -88,7 +88,8 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
         Args:
             model: model with its original attention.
-            record: record of a replacement, as :meth:`record` returns it. :meth:`remember` describes its form.
+            record: mapping with the options of the new attention and the replaced layers, in the form that :meth:`remember`
+                describes.
 
         Raises:
             ValueError: if a layer or its new attention is not supported.
@@ -109,7 +110,9 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
         return replaced_layers
 
     def use_blocks(self, model: Any, block_grid: tuple[int, ...]) -> None:
-        """Divide the tokens of the model's next inputs into a different number of blocks, in all layers that use blocks.
+        """Divide the tokens of the model's next inputs into a different number of blocks, in its self-attention layers.
+
+        Layers whose attention does not use blocks stay unchanged.
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
@@ -256,8 +259,8 @@ class TokenGrid:
             Layout of the blocks in the grid of the current input.
 
         Raises:
-            ValueError: if the recorded grid has a different number of tokens, or if several recorded grids match a recomputed
-                layer. Also if prefix tokens have mixing coefficients and an axis has more blocks than tokens.
+            ValueError: if the recorded grid has a different number of tokens, if several recorded grids match a recomputed
+                layer, or if prefix tokens have mixing coefficients and an axis has more blocks than tokens.
         """
         shape = self._shape_of(tokens)
         if (expected := self.prefix_tokens + math.prod(shape)) != tokens:

@@ -19,8 +19,8 @@ def kinds_of_layers(
         attention: configuration of the new attention, with the kind to use for replaced layers.
         depth: number of layers of the model.
         layers: numbers of the layers to replace, from 0; None for all layers.
-        layer_kinds: attention kinds for the first layers, repeated until all layers have one. ``"keep"`` keeps a layer, and
-            ``"replace"`` stands for the kind in ``attention``. None to choose layers with ``layers``.
+        layer_kinds: attention kinds, such as ``"mhla"``, for the first layers, repeated until all layers have one. ``"keep"``
+            keeps a layer, and ``"replace"`` stands for the kind in ``attention``. None to choose layers with ``layers``.
 
     Returns:
         One attention kind or ``"keep"`` per layer.

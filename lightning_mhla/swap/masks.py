@@ -76,7 +76,7 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
             Q is the number of queries or 1. The latter is either bool, True where a query may attend to a token, or added to
             the attention scores, with 0 for visible tokens and at most -1000 for hidden ones. B may be 1. None without a mask.
         tokens: number Nk of tokens of the context.
-        batch: number of rows.
+        batch: number B of rows in the batch.
 
     Returns:
         ``[B, Nk]`` bool, False for padding; None without a mask.
@@ -111,7 +111,7 @@ def padding_to_end(real: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None
         tensors: tokens, keys or values of the context, ``[B, N, ...]`` each.
 
     Returns:
-        The mask and the tensors in the new order.
+        The mask in the new order, or None if ``real`` is None; and a list of the tensors in the new order.
     """
     if real is None:
         return None, list(tensors)

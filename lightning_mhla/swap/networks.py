@@ -192,10 +192,11 @@ def source_weights(
         network: model to which the weights will be given.
         pretrained: path of a checkpoint, of a run's folder or of an exported folder, or a path or name that ``read_original``
             accepts.
-        read_original: function that takes the path or name of a model with its original attention, and reads its weights.
+        read_original: function that takes the path or name of a model with its original attention, and returns its weights
+            by parameter name.
 
     Returns:
-        Weights by name.
+        Weights by parameter name.
     """
     weights: Mapping[str, Tensor]
     if (trained := read_trained(pretrained)) is not None:

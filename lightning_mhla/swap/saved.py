@@ -42,7 +42,7 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class derived from a mixin and a diffusers or transformers class. It is created on the first call.
+    """Return the class derived from a mixin and a diffusers or transformers class, which the first call creates.
 
     Args:
         mixin: subclass of :class:`SwappedClass` that saves and loads replaced attention.

@@ -145,7 +145,7 @@ def swapped_layers(model: nn.Module, *, cross: Literal[True]) -> dict[int, Cross
 
 
 def swapped_layers(model: nn.Module, *, cross: bool = False) -> Any:
-    """Return the attention modules that :func:`swap_attention` inserted into a model, by layer number.
+    """Return the attention modules that :func:`swap_attention` inserted into a model, as a dict by layer number.
 
     Args:
         model: model from diffusers, timm or transformers.
@@ -159,8 +159,8 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
     """Change the number of token blocks in the new attention of a model for images or video, for example for larger images.
 
     The mixing coefficients of self-attention are resized to the new number of blocks, which is also stored in the model's
-    configuration. With more blocks, ``mhla_window`` is faster on large images, because softmax covers a smaller part of the
-    image.
+    configuration. Attention of kind ``mhla_window`` applies softmax inside blocks. With more blocks, it is faster on large
+    images, because softmax covers a smaller part of the image.
 
     Args:
         model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
@@ -224,7 +224,8 @@ def load_swapped(
 
     Raises:
         FileNotFoundError: if the folder has no ``config.json``, or the hub does not have the model.
-        ValueError: if the model's attention was never replaced, its weights do not fit, or an option is unknown.
+        ValueError: if the model's attention was never replaced, its weights do not fit, an option is unknown, or ``dtype`` and
+            ``torch_dtype`` differ.
     """
     if dtype is not None and torch_dtype is not None and dtype != torch_dtype:
         raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are two names of the same option; pass only one")
@@ -274,7 +275,7 @@ def _read_config(folder: str | Path, options: Mapping[str, Any]) -> dict[str, An
 
 
 def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert a dtype or its name to a dtype; return None for None and ``"auto"``.
+    """Convert the name of a dtype to the dtype, and return a dtype unchanged. The result for None and ``"auto"`` is None.
 
     Raises:
         ValueError: if the value is not a floating-point dtype or the name of one.

@@ -126,6 +126,9 @@ def _rotate(module: Any, heads: Tensor, rope: Tensor) -> Tensor:
         module: timm attention module.
         heads: queries or keys, ``[B, N, H, D]`` for N tokens and H heads of width D.
         rope: sines of the patch positions, followed by their cosines along the last axis, ``[..., P, 2 * D]`` for P patches.
+
+    Returns:
+        Queries or keys ``[B, N, H, D]``, rotated for patches.
     """
     prefix = module.num_prefix_tokens
     patches = heads[:, prefix:].transpose(1, 2)

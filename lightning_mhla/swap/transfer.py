@@ -30,7 +30,7 @@ def original_attention(model: nn.Module, layers: Collection[int] | None = None) 
 
     Raises:
         ValueError: if a layer in ``layers`` was not replaced.
-        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention. Both exceptions
+        NotImplementedError: if the model comes from diffusers, whose models do not keep the original attention. Both exceptions
             are raised when the context is entered.
     """
     return host_of(model).original(model, layers)
@@ -51,14 +51,14 @@ class LayerCosts:
     alone: dict[int, float]
 
     def worst(self, count: int) -> list[int]:
-        """Return the numbers of the ``count`` layers whose replacement alone gives the worst results, in ascending order."""
+        """Return the ``count`` layers whose replacement alone gives the worst results, as layer numbers in ascending order."""
         return sorted(sorted(self.alone, key=lambda index: -self.alone[index])[:count])
 
 
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
     """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
-    If self-attention and cross-attention are replaced, those with the same number count as one layer.
+    If both self-attention and cross-attention are replaced, the two modules of the same layer number count as one layer.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with
@@ -69,7 +69,7 @@ def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
         The results of all evaluations.
 
     Raises:
-        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
+        NotImplementedError: if the model comes from diffusers, whose models do not keep the original attention.
     """
     every = {entry.number for entry in host_of(model).replaced(model)}
     alone = {}
@@ -117,7 +117,7 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
 
     Raises:
         ValueError: if no layer is replaced, or ``run`` calls none of the replaced layers.
-        NotImplementedError: if the model is a diffusers model, since these do not keep the original attention.
+        NotImplementedError: if the model comes from diffusers, whose models do not keep the original attention.
     """
     host = host_of(model)
 

@@ -178,7 +178,7 @@ class TransformersHost(HostLibrary):
 
 
 def _context(model: Any, layer: Any) -> PositionLimit | None:
-    """Return the limit on the token positions that a language model was trained with.
+    """Return the limit on token positions for which a language model was trained, its ``max_position_embeddings``.
 
     Args:
         model: language model.
@@ -320,7 +320,10 @@ def _window(layer: Any) -> int | None:
 
 
 def _reason(config: Any) -> str:
-    """Explain why a model's attention cannot be replaced, in words that complete a sentence beginning with its class name."""
+    """Return the reason why a model's attention cannot be replaced, such as ``has no supported attention``.
+
+    The text completes a sentence that begins with the name of the model's class.
+    """
     if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
         return "adds biases by distance to its scores (ALiBi), which linear attention does not have"
     if any(getattr(config, name, None) for name in RELATIVE):

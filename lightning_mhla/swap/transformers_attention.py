@@ -37,7 +37,7 @@ NAME = "lightning_mhla"
 
 
 class AttentionCall(NamedTuple):
-    """Input and cache of a call of an attention module, stored until the attention function runs.
+    """Input and cache of one call of an attention module, stored until the attention function runs.
 
     Attributes:
         x: input of the module, ``[B, N, C]`` for B rows of N tokens of width C.
@@ -65,6 +65,11 @@ def install(module: Any, attention: Attention, grid: TokenGrid | None = None) ->
 
 def refuse_weights(model: Any, args: Any, options: dict[str, Any]) -> None:
     """Forward pre-hook that rejects ``output_attentions``, because replaced layers do not compute attention weights.
+
+    Args:
+        model: transformers model that is called.
+        args: positional arguments of the call; ignored.
+        options: keyword arguments of the call.
 
     Raises:
         ValueError: if attention weights are requested, unless every replaced layer currently computes its original attention.
@@ -275,7 +280,10 @@ def swapped_attention(
 def _attend(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, options: dict[str, Any]
 ) -> Tensor:
-    """Compute the output of :func:`swapped_attention` with all heads concatenated, ``[B, N, H * Dv]``."""
+    """Compute the output of :func:`swapped_attention` with all heads concatenated, ``[B, N, H * Dv]``.
+
+    The arguments are the same, except that ``options`` is a dict.
+    """
     (x, cache), attention = module.call, module.swapped
     module.call = None  # a stored call would keep its activations in memory
     # the factor is 1 for the usual scaling by the root of the key width; models with a different scaling keep theirs
@@ -325,7 +333,8 @@ def _continued(
         attention: the new attention.
         state: recurrent state before these tokens; None at the start.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
-        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
+        heads: queries, ``[B, N, H, D]`` for H heads of width D; and keys and values, ``[B, N, Hkv, D]`` each, where Hkv is the
+            number of key-value heads.
         real: ``[B, N]`` bool, False for padding; None if no token is padding.
 
     Returns:
@@ -353,7 +362,7 @@ def _state_of(attention: Attention, unread: Unread) -> Any:
 
     Args:
         attention: the new attention.
-        unread: the tokens.
+        unread: the first tokens, with their queries, keys, values and padding mask.
     """
     x, q, k, v, real = unread
     if real is not None and torch.compiler.is_compiling():
@@ -395,7 +404,8 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
     Args:
         mask: ``[B, N]`` bool, False for padding; None if no token is padding.
         x: inputs of the attention module, ``[B, N, C]`` for B rows of N tokens of width C.
-        heads: queries, keys and values, ``[B, N, H, D]`` each for H heads of width D.
+        heads: queries, ``[B, N, H, D]`` for H heads of width D; and keys and values, ``[B, N, Hkv, D]`` each, where Hkv is the
+            number of key-value heads.
 
     Returns:
         The reordered batch, with the number of tokens of each row that are not padding. This number is None without a mask, and
@@ -419,16 +429,19 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
 
 
 def _encoder_mask(attention_mask: Any, original_mask: tuple[Any] | None) -> Any:
-    """Choose the mask from which the padding of a text encoder's input is determined.
+    """Choose the mask that shows which input tokens of a text encoder are padding.
 
-    This is the ``attention_mask`` that the model was called with, if it is known and has the shape ``[B, N]`` (rows, tokens).
-    Otherwise it is the mask that transformers derived from it.
+    The function prefers the ``attention_mask`` that the model was called with. If this mask is not known, or does not have the
+    shape ``[B, N]`` (rows, tokens), the function uses the mask that transformers derived from it.
 
     Args:
         attention_mask: mask that transformers passes to the attention module, in one of the forms that
             :func:`swapped_attention` accepts.
         original_mask: one-item tuple that holds the ``attention_mask`` that the model was called with, or None if it was called
             without one. None in place of the tuple if the argument is not known.
+
+    Returns:
+        The chosen mask; None if the model was called without a mask.
     """
     if original_mask is None or (original_mask[0] is not None and original_mask[0].dim() != 2):
         return attention_mask

@@ -65,7 +65,7 @@ class SwappedConfig(SwappedClass):
         The class is created on the first call.
 
         Args:
-            host: transformers configuration class. If it already is such a class, it is returned unchanged.
+            host: transformers configuration class. A class for models with replaced attention is returned unchanged.
         """
         return derive(cls, host, f"{PREFIX}{host.__name__}")
 
@@ -159,7 +159,7 @@ class SwappedTransformersModel(SwappedModel):
         The class is created on the first call.
 
         Args:
-            host: transformers model class. If it already is such a class, it is returned unchanged.
+            host: transformers model class. A class for models with replaced attention is returned unchanged.
         """
         config = SwappedConfig.derive_from(host.config_class)
         float32_modules = {*(getattr(host, "_keep_in_fp32_modules_strict", None) or ()), "mixing"}
@@ -209,7 +209,7 @@ class SwappedTransformersModel(SwappedModel):
 
 
 def __getattr__(name: str) -> Any:
-    """Return the model or configuration class ``name`` of this module, which is for models with replaced attention.
+    """Return the class ``name`` of this module, a model or configuration class for models with replaced attention.
 
     Raises:
         AttributeError: if transformers does not have a corresponding class.
@@ -247,7 +247,7 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether the constructor of a configuration class raises an error if the argument called ``name`` is a string."""
+    """Return whether the constructor of a configuration class raises an error if its argument ``name`` is a text."""
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap
@@ -307,11 +307,11 @@ class TransformersFolders(TransformersHost):
 
 
 def _unsaved(model: Any, names: Any) -> dict[str, bool]:
-    """Infer constructor arguments that transformers does not save, by looking at the names of a model's weights.
+    """Infer, from the names of a model's weights, the constructor arguments that transformers does not save.
 
     Args:
-        model: model, or its class.
-        names: names of the model's weights.
+        model: transformers model, or its class.
+        names: iterable of the names of the model's weights.
 
     Returns:
         Values of ``add_pooling_layer`` and ``use_mask_token``, if the constructor has these arguments. A value is True if the

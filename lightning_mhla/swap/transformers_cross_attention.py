@@ -38,7 +38,7 @@ LEFT_PADDED = (
 
 
 class CrossCall(NamedTuple):
-    """Input of a call of a cross-attention module, stored until the attention function runs.
+    """Input, position and cache of one call of a cross-attention module, stored until the attention function runs.
 
     Attributes:
         x: input of the module, ``[B, N, C]`` for B rows of N tokens of width C.
@@ -54,8 +54,9 @@ class CrossCall(NamedTuple):
 class SummarizedLayer(DynamicLayer):
     """Layer of a transformers cache that holds the keys and values of an encoder's output, and their key-value summaries.
 
-    If batch rows of the keys are reordered, repeated or selected, the summaries change in the same way. Copied and unpickled
-    layers have no summaries, and compute them again.
+    The key-value summary of a block is the sum of the outer products of the key and value of each token. If batch rows of keys
+    are reordered, repeated or selected, the summaries change in the same way. Copied and unpickled layers have no summaries,
+    and compute them again.
     """
 
     summaries: ContextSummaries | None = None
@@ -226,8 +227,10 @@ def cross_attention(
         query: queries, ``[B, H, Nq, D]`` for B rows, H heads of width D and Nq tokens.
         key: keys of the context, ``[B, H, Nk, D]``.
         value: values of the context, ``[B, H, Nk, D]``.
-        attention_mask: mask that hides padding of the context, ``[B, Nk]`` or ``[B, 1, Nq, Nk]``; None without padding.
-        options: further arguments that transformers passes, of which ``scaling`` is used.
+        attention_mask: mask ``[B, Nk]``, nonzero or True for visible tokens of the context; or mask ``[B, 1, Q, Nk]``, where Q
+            is Nq or 1. The latter is either bool, True where a query may attend to a token, or added to the scores, with 0 for
+            visible tokens and at most -1000 for hidden ones. None without padding.
+        options: further arguments that transformers passes. Only ``scaling``, the factor on the scores, is used.
 
     Returns:
         Outputs ``[B, Nq, H, D]``, and None in place of attention weights.

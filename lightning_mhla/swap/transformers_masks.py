@@ -76,7 +76,7 @@ def documents(attention_mask: Any, x: Tensor, position_ids: Tensor | None = None
             queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
             for visible keys and at most -1000 for hidden ones. None without a mask.
         x: inputs of the attention module, ``[B, N, C]``.
-        position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None not to recognize documents by position.
+        position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None to recognize documents only by the mask.
 
     Returns:
         Int64 tensor with the index of the first token of each document, followed by N; None if no documents are packed.

@@ -55,7 +55,10 @@ def make_panels(
 
 
 def plain_numbers(axis: Axes) -> None:
-    """Label the axes of a plot with plain numbers instead of powers of ten; logarithmic axes at 1, 2, 5, 10, 20 and so on."""
+    """Label the axes of a plot with plain numbers instead of powers of ten.
+
+    Logarithmic axes get labels at 1, 2, 5, 10, 20 and so on.
+    """
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     for one_axis in (axis.xaxis, axis.yaxis):
@@ -66,7 +69,7 @@ def plain_numbers(axis: Axes) -> None:
 
 
 def hide_ticks(axis: Axes) -> None:
-    """Remove the ticks of both axes of a plot, and hide an axis without a label, which saves time when the figure is drawn."""
+    """Remove the ticks of both axes of a plot, and hide each axis that has no label, to save time when the figure is drawn."""
     axis.set(xticks=[], yticks=[])
     for one_axis in (axis.xaxis, axis.yaxis):
         one_axis.set_visible(bool(one_axis.get_label_text()))
@@ -92,7 +95,7 @@ def arrange(figure: Figure, dpi: float) -> Bbox:
     and draw it a second time to measure it.
 
     Args:
-        figure: figure, whose parts keep these places from then on.
+        figure: figure to arrange. Its parts keep their places afterwards.
         dpi: resolution of the picture files in dots per inch.
     """
     from matplotlib import rc_context
@@ -113,9 +116,9 @@ def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
     The caption is stored in both files, from which ``report.html`` reads it.
 
     Args:
-        figure: figure to write. Its colors are restored afterwards; the positions of its parts are fixed from then on.
+        figure: figure to write. Its colors are restored afterwards; the positions of its parts stay fixed.
         path: path of the PNG file. Missing folders are created.
-        caption: text that says what the figure shows, and what to look for.
+        caption: text that says what the figure shows, and what to look for; empty for no caption.
     """
     from matplotlib import rc_context
 
@@ -133,7 +136,7 @@ def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, captio
     """Write a figure to a file such as ``NAME-step0001000.png``, as :func:`save_figure` does, and log it to TensorBoard.
 
     Args:
-        trainer: trainer that runs, whose ``global_step`` is recorded.
+        trainer: trainer of the run. Its ``global_step`` is recorded in the file name and in TensorBoard.
         figure: figure to log.
         name: beginning of the file name, and tag of the figure in TensorBoard.
         folder: folder of the file.
@@ -151,7 +154,7 @@ def log_figure(trainer: Trainer, figure: Figure, name: str, folder: Path, captio
 
 @contextmanager
 def _dark_colors(figure: Figure) -> Iterator[None]:
-    """Context manager in which text, frames and ticks of a figure have light colors, and the background is dark."""
+    """Context manager in which a figure has a dark background, and light colors for text, frames and ticks."""
     from matplotlib.spines import Spine
     from matplotlib.text import Text
 

@@ -28,8 +28,8 @@ def beside(path: Path, ending: str = "part") -> Path:
 
     Args:
         path: the final path.
-        ending: ``part`` for new content that will be renamed to ``path``, or ``old`` for previous content that is being
-            replaced.
+        ending: ending of the temporary name: ``part`` for new content that will be renamed to ``path``, or ``old`` for
+            previous content that is being replaced.
     """
     return path.with_name(f"{path.name}.mhla-{secrets.token_hex(6)}.{os.getpid()}.{ending}")
 
@@ -42,7 +42,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def to_json(value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> str:
-    """Format a value as JSON that every parser reads: NaN and infinity, which JSON does not have, become ``null``.
+    """Format a value as standard JSON, in which NaN and infinity become ``null``, because JSON has no such numbers.
 
     Args:
         value: nested dicts, lists, strings, numbers, booleans and None.
@@ -53,7 +53,7 @@ def to_json(value: Any, indent: int | None = None, default: Callable[[Any], Any]
 
 
 def _without_nan(value: Any) -> Any:
-    """Replace NaN and infinity in nested dicts, lists and tuples by None."""
+    """Replace NaN and infinity in nested dicts, lists and tuples with None; tuples become lists."""
     if isinstance(value, dict):
         return {name: _without_nan(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -62,7 +62,14 @@ def _without_nan(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> None:
-    """Write a value to a JSON file atomically, and create missing folders; see :func:`to_json` for the other arguments."""
+    """Write a value to a JSON file atomically, and create missing folders.
+
+    Args:
+        path: path of the file.
+        value: nested dicts, lists, strings, numbers, booleans and None.
+        indent: number of spaces per level; None for a single line.
+        default: function that replaces a value of a different type; None to raise TypeError.
+    """
     write_whole(path, to_json(value, indent, default) + "\n")
 
 
@@ -149,7 +156,7 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Move or link the files of one folder into another folder, which also gets the empty folders of the first.
+    """Move or link the files of one folder into another folder, and create the empty folders of the first there.
 
     Args:
         source: folder to take files from.

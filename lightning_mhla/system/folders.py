@@ -31,7 +31,7 @@ class TrialFolder(Callback):
         self._created: TemporaryDirectory[str] | None = None
 
     def create(self, trainer: Trainer) -> Path:
-        """Return the folder, which is created by the first call. Every process must make the first call."""
+        """Return the temporary folder. The first call, which every process must make, creates the folder."""
         if self.path is None:
             if trainer.is_global_zero:
                 self._created = TemporaryDirectory(prefix="fast-dev-run-", ignore_cleanup_errors=True)
@@ -43,13 +43,13 @@ class TrialFolder(Callback):
         return self.path
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Remove the folder after all processes have finished the trial."""
+        """Remove the temporary folder after all processes have finished the trial."""
         if self.path is not None:
             trainer.strategy.barrier()
             self._remove()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Remove the folder after a failure, without waiting for processes that may have failed too."""
+        """Remove the temporary folder after a failure, without waiting for processes that may also have failed."""
         self._remove()
 
     def _remove(self) -> None:
@@ -63,8 +63,8 @@ class TrialFolder(Callback):
 def run_folder(trainer: Trainer) -> Path:
     """Return the log folder of a run, the same on every process. Every process must call this function.
 
-    A trial with ``fast_dev_run`` writes nothing that remains. Its callbacks write to a temporary folder, so that their code is
-    tried, too.
+    A trial with ``fast_dev_run`` leaves no files behind. Its callbacks write to a temporary folder, so that the trial also
+    runs their code.
     """
     if is_trial(trainer):
         return _trial_folder(trainer).create(trainer)
@@ -82,7 +82,9 @@ def _trial_folder(trainer: Trainer) -> TrialFolder:
 
 
 def shown_place(trainer: Trainer, path: Path) -> str:
-    """Return the text for the path of an output in a message, which does not name a temporary folder of a trial.
+    """Return the path of an output as text for a message.
+
+    A path in the temporary folder of a trial is replaced with a description, because the folder will be removed.
 
     Args:
         trainer: trainer of the run.
@@ -94,14 +96,15 @@ def shown_place(trainer: Trainer, path: Path) -> str:
 
 
 def is_trial(trainer: Trainer) -> bool:
-    """Return whether the run is a trial of a few batches with ``fast_dev_run``, which writes nothing that remains."""
+    """Return whether the run is a trial of a few batches with ``fast_dev_run``, which leaves no files behind."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # set when the trainer is created
 
 
 def is_run_folder(trainer: Trainer, folder: Path) -> bool:
     """Return whether a folder belongs to the run alone, so that files may be written into it.
 
-    Without a logger or ``--run_dir``, a run has no folder of its own. ``fast_dev_run`` writes nothing.
+    The result is False for the current working directory, for a run that has neither a logger nor ``--run_dir``, and for a
+    trial with ``fast_dev_run``.
 
     Args:
         trainer: trainer of the run.

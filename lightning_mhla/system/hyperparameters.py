@@ -28,7 +28,7 @@ def keep_plain(module: Any) -> None:
 
 
 def _with_text_paths(value: Any) -> Any:
-    """Replace paths in a value, also inside lists, tuples and dicts, with strings, which a checkpoint can hold."""
+    """Convert paths in a value to strings, also inside lists, tuples and dicts, so that a checkpoint can hold the value."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if type(value) in (list, tuple):
@@ -73,9 +73,15 @@ class LoggedApart(HyperparametersMixin):
         frame: FrameType | None = None,
         logger: bool = True,
     ) -> None:
-        """Save the arguments of ``__init__`` as Lightning does, but paths as strings, so that checkpoints hold plain data.
+        """Save the arguments of ``__init__`` as Lightning does, with paths as strings, so that checkpoints hold plain data.
 
-        ``self.hparams`` then holds strings as well. A configuration object of OmegaConf stays as it is.
+        ``self.hparams`` also holds paths as strings. A configuration object of OmegaConf stays as it is.
+
+        Args:
+            args: names of the arguments to save, or a single object with all hyperparameters; all arguments by default.
+            ignore: names of arguments that are not saved.
+            frame: frame of ``__init__``, from which the arguments are read; None for the frame of the caller.
+            logger: whether loggers also get the hyperparameters.
         """
         # The frame of __init__, in which Lightning looks for the arguments.
         caller = inspect.currentframe()
@@ -86,7 +92,7 @@ class LoggedApart(HyperparametersMixin):
 
     @property
     def hparams_initial(self) -> Any:
-        """Hyperparameters for loggers, under names such as ``model/train``.
+        """Dict of the hyperparameters for loggers, under names such as ``model/train``.
 
         Secrets are replaced with ``***``. Hyperparameters whose names start with ``_`` are left out.
         """

@@ -24,7 +24,7 @@ def logger_connector(trainer: Trainer) -> Any:
 
 
 def loop_metrics(trainer: Trainer) -> dict[str, Any]:
-    """Return the metrics that the running loop, of training or validation, has logged at this moment, by name.
+    """Return the metrics that the running training or validation loop has logged so far, by name.
 
     A metric that is logged both for each step and for the epoch is listed under its name only, without ``_step`` or ``_epoch``.
     """
@@ -34,7 +34,7 @@ def loop_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def saved_hyperparameters(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the two dicts that ``save_hyperparameters`` fills: the one for checkpoints and the one for loggers."""
+    """Return the two dicts that ``save_hyperparameters`` fills, the first for checkpoints and the second for loggers."""
     return module._hparams, module._hparams_initial
 
 
@@ -44,7 +44,7 @@ def ddp_options(strategy: Any) -> dict[str, Any]:
 
 
 def trains_in_children(trainer: Trainer) -> bool:
-    """Return whether a trainer forks or spawns all processes that train, so that this process does not see their callbacks."""
+    """Return whether a trainer forks or spawns its training processes, so that this process does not see their callbacks."""
     return getattr(trainer.strategy.launcher, "_start_method", None) is not None
 
 

@@ -30,12 +30,15 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a file is visible: its name has no leading dot, and is not ``Thumbs.db``, ``__pycache__`` or the like."""
+    """Return whether a name has no leading dot, and is not that of a leftover such as ``Thumbs.db`` or ``__pycache__``."""
     return not name.startswith(".") and name not in NOISE
 
 
 def files_named(folder: Path, name: str) -> list[Path]:
-    """Return the paths of the files with a name in a folder and below it, sorted. Links to folders are followed, each once."""
+    """Return the sorted paths of all files called ``name`` in a folder and its subfolders.
+
+    Links to folders are followed, but each folder is searched only once.
+    """
     paths: list[Path] = []
     visited: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True):
@@ -117,14 +120,14 @@ def shown(name: str | os.PathLike[str]) -> str:
 
 
 def distinct_names(names: Sequence[str], reserved: Sequence[str] = ()) -> list[str]:
-    """Append its label to each class name that is also the name of a different class, as in ``crane (134)``.
+    """Make class names distinct by appending the label to each name that occurs more than once, as in ``crane (134)``.
 
     Args:
         names: class names in the order of their labels, 0 for the first.
         reserved: further names that no class may have.
 
     Returns:
-        Names in the same order, which all differ from each other and from ``reserved``.
+        Distinct names in the same order, none of which is in ``reserved``.
     """
     results = list(names)
     while True:

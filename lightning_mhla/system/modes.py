@@ -1,4 +1,4 @@
-"""Evaluation mode for a part of a program, after which each module is in the mode that it was in."""
+"""Context manager that puts a model in evaluation mode, and then restores the previous mode of each module."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import nn
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Context manager that puts a model in evaluation mode, and gives each of its modules its previous mode on exit.
+    """Context manager that puts a model in evaluation mode, and restores the previous mode of each of its modules on exit.
 
-    Frozen parts of a model that trains, such as a backbone with batch norms, thus stay in evaluation mode. ``train()`` would
-    put them in training mode.
+    Frozen parts that are in evaluation mode during training, such as a backbone with batch norms, therefore stay in it. A call
+    of ``model.train()`` on exit would put them in training mode.
 
     Args:
         model: model to evaluate.

@@ -34,8 +34,9 @@ def rounded_with_spread(mean: float, spread: float) -> tuple[str, str]:
     """Round a mean and its standard deviation to the same decimal place, such as ``0.9213`` and ``0.0042``.
 
     The spread has two significant digits, and the mean ends at the same place. Digits before the decimal point are never
-    replaced by zeros. The mean has at most six significant digits, so a smaller spread ends at a later place. A spread of zero
-    is ``0``, and its mean has four significant digits. If both numbers are below 0.0001, they are written with exponents.
+    replaced by zeros. The mean has no more decimal places than it needs for six significant digits. If the spread needs more
+    decimal places, the two numbers end at different places. A spread of zero is ``0``, and its mean has four significant
+    digits. If both numbers are below 0.0001, they are written with exponents.
 
     Args:
         mean: finite mean.
@@ -83,13 +84,13 @@ def plural(count: int, noun: str, many: str = "") -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Round a metric to four significant digits.
+    """Round a metric to four significant digits, or to more for a cosine similarity close to 1.
 
-    A cosine similarity above 0.999 has as many decimal places as two significant digits of its distance from 1 need, such as
-    ``0.9999967``, so that only a cosine of 1 is shown as ``1``.
+    A cosine similarity between 0.999 and 1 is shown with enough decimal places for two significant digits of its distance from
+    1, such as ``0.9999967``. Only a cosine similarity of exactly 1 is therefore shown as ``1``.
 
     Args:
-        name: name of the metric, such as ``val/cosine``.
+        name: name of the metric. A name that ends in ``cosine``, such as ``val/cosine``, is that of a cosine similarity.
         value: value of the metric. None, NaN and infinities become ``not finite``.
     """
     if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
@@ -98,7 +99,7 @@ def metric_text(name: str, value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration in its two largest units, such as 2 d 3 h, 1 h 20 min or 4 min 05 s.
+    """Format a duration in its two largest units, such as ``2 d 3 h`` or ``4 min 05 s``, or in seconds below one minute.
 
     Args:
         seconds: duration in seconds.

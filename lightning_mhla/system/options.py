@@ -46,13 +46,25 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """Convert a mapping to a dataclass if ``kind`` is a dataclass or a union with one; return any other value unchanged."""
+    """Convert a mapping to a dataclass if the field's type is a dataclass or a union with one.
+
+    Args:
+        value: value of the field. A value that is not converted is returned unchanged.
+        kind: type of the field.
+        name: dotted name of the field in error messages.
+    """
     group = next((choice for choice in (get_args(kind) or (kind,)) if is_dataclass(choice)), None)
     return as_dataclass(cast(Any, group), value, name) if group is not None and isinstance(value, Mapping) else value
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has the expected type; always True for types other than number, string, Boolean and Literal."""
+    """Return whether the value of a field has the expected type.
+
+    Args:
+        value: value of the field.
+        kind: type of the field. Only numbers, strings, Booleans, ``Literal`` and unions of these with None are checked; the
+            result for any other type is True.
+    """
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     # Only unions with None, such as `X | None`, are taken apart. Other unions, lists and dataclasses are not checked here.

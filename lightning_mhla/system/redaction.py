@@ -37,7 +37,7 @@ _HIDDEN_IN_URL = re.compile(rf"{_START}(?:\*\*\*@|[^\s?]*\?\*\*\*)")
 
 
 def redact(text: str) -> str:
-    """Replace secrets in a text by ``***``: secrets in URLs, and values that follow the name of a secret (``api_key=...``).
+    """Replace secrets in a text with ``***``: secrets in URLs, and values after the name of a secret (``api_key=...``).
 
     Args:
         text: any text, such as an error message or a command-line argument.
@@ -115,7 +115,7 @@ def hidden_options(value: Any, path: str = "") -> Iterator[str]:
     """Yield the dotted names of options in which ``***`` replaces a secret.
 
     Args:
-        value: nested options.
+        value: nested mappings, namespaces, lists, tuples and plain values.
         path: dotted name of ``value``; empty for the outermost options.
     """
     if isinstance(value, str):
@@ -144,7 +144,7 @@ def _redact_in_text(match: re.Match[str]) -> str:
 
 
 def _redact_url(url: str) -> str:
-    """Replace the secrets in a URL by ``***``. The text may also be several URLs joined by ``::``, the syntax of fsspec."""
+    """Replace the secrets in a URL with ``***``. The text may also be several URLs joined by ``::``, the syntax of fsspec."""
     return "::".join(_redact_link(link) for link in re.split(rf"::(?={_START})", url))
 
 

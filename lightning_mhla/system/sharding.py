@@ -39,7 +39,7 @@ def gathered_weights(module: nn.Module) -> Iterator[None]:
 
     FSDP2 gathers weights when ``forward`` of a sharded module is called, and not for other methods, such as those that generate
     token by token. Within this context, every process holds all weights and may call any method, any number of times. Every
-    process must enter and leave the context. Without sharded weights, it does nothing.
+    process must enter and leave the context. The context has no effect on a module without sharded weights.
 
     Args:
         module: module with sharded parts.

@@ -41,7 +41,7 @@ class StopSignals:
         self._previous: dict[signal.Signals, Any] = {}
 
     def start(self) -> None:
-        """Install the handlers and clear the record of an earlier signal."""
+        """Install the handlers, and clear the record of the latest signal."""
         self.received, self._active, self._ignored = None, True, False
         self.listen()
 

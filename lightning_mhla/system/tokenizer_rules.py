@@ -52,7 +52,11 @@ def check_tokenizer(tokenizer: Any, where: str) -> None:
 def check_folder(folder: Path) -> None:
     """Check the text replacements and padding in a tokenizer's folder before transformers loads the tokenizer.
 
-    A check after loading would be too late, because loading applies the replacements to the added tokens.
+    A check after loading would be too late, because loading applies the replacements to the added tokens. A folder passes if
+    it has no ``tokenizer.json``, or if this file is not valid JSON, an error that transformers reports.
+
+    Args:
+        folder: folder of the tokenizer.
 
     Raises:
         ValueError: if :func:`check_rules` rejects the tokenizer, or ``tokenizer.json`` is larger than 128 MiB.
@@ -156,7 +160,7 @@ class _Rule(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """Maximum factor by which this replacement step lengthens a text."""
+        """Upper bound of the factor by which this replacement step lengthens a text."""
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:

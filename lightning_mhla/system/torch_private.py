@@ -13,7 +13,7 @@ foreach_add_, foreach_copy_, foreach_mul_ = torch._foreach_add_, torch._foreach_
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """Flatten a device mesh of several dimensions to one dimension with the name ``name``."""
+    """Return a one-dimensional device mesh of all devices in a mesh; its dimension gets the name ``name``."""
     return mesh._flatten(name)
 
 
@@ -34,7 +34,7 @@ def makes_fake_tensors() -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running; in a forward function, this means recomputation (activation checkpointing)."""
+    """Return whether a backward pass is running. In a forward pass, this means that activations are being recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 

@@ -24,8 +24,8 @@ class CompileOptions:
         dynamic: whether graphs are compiled for symbolic sizes; null makes a size symbolic once it changes.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.
-        options: options of the backend, allowed only if ``mode`` is null. By default, random numbers are drawn as without
-            compilation (``fallback_random``), so that results agree with those of an uncompiled run.
+        options: options of the backend, allowed only if ``mode`` is null. By default, the inductor backend draws random numbers
+            as without compilation (``fallback_random``), so that results agree with those of an uncompiled run.
 
     Raises:
         ValueError: if both ``mode`` and ``options`` are given.
@@ -78,7 +78,7 @@ class CompileReport(Callback):
         self._first: tuple[int, float] | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log the number of graphs compiled up to the end of the first step, and the compile time in seconds."""
+        """Log the number of graphs compiled up to the end of the first training step, and the compile time in seconds."""
         if self._first is None:
             self._first = compilations()
             if trainer.is_global_zero:
@@ -86,7 +86,7 @@ class CompileReport(Callback):
                 log.info("compiled %d graphs in %.0f s, up to the end of the first step", graphs, seconds)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log the number of graphs compiled after the first step, such as for batches of a new size, and the compile time."""
+        """Log the number of graphs compiled after the first step, for example for a new batch size, and the compile time."""
         if self._first is not None and trainer.is_global_zero:
             graphs, seconds = (current - first for current, first in zip(compilations(), self._first, strict=True))
             log.info("compiled %d graphs in %.0f s after the first step", graphs, seconds)

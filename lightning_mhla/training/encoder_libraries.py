@@ -31,7 +31,7 @@ class EncoderLibrary(ABC):
         Dropout and stochastic depth are turned off, because they would add noise to the training targets.
 
         Args:
-            network: description of the encoder, from :func:`describe_encoder`.
+            network: description of the encoder, as :func:`describe_encoder` returns it.
 
         Raises:
             ValueError: if the library has no encoder for the description.
@@ -67,7 +67,7 @@ class EncoderLibrary(ABC):
             images: images, ``[B, channels, height, width]``.
 
         Returns:
-            Token vectors ``[B, N, dim]``.
+            Token vectors ``[B, N, dim]`` for B images of N tokens.
 
         Raises:
             ValueError: if the encoder does not take images of this size or with this number of channels.
@@ -95,16 +95,16 @@ class EncoderLibrary(ABC):
         """Return the number of channels of the images that an image encoder takes as input."""
 
     def head(self, model: Any) -> Callable[[Tensor], Tensor]:
-        """Return the function from token vectors ``[B, N, dim]`` to the vector ``[B, dim]`` that an encoder's classifier reads.
+        """Return the function that pools token vectors ``[B, N, dim]`` to the input ``[B, dim]`` of an encoder's classifier.
 
         Raises:
-            ValueError: if the encoder has no such vector.
+            ValueError: if the encoder has no pooling before a classifier.
         """
         raise ValueError("pooling=head is for encoders of timm; those of transformers have first and mean")
 
 
 class TransformersEncoders(EncoderLibrary):
-    """Operations on the encoders of transformers."""
+    """Operations on encoders from the transformers library."""
 
     unused = ("pooler.",)
 
@@ -147,7 +147,7 @@ class TransformersEncoders(EncoderLibrary):
 
 
 class TimmEncoders(EncoderLibrary):
-    """Operations on the vision transformers of timm. Their pooling and their classifier keep the original weights."""
+    """Operations on vision transformers from timm. Their pooling and their classifier keep the original weights."""
 
     unused = ("head.", "head_dist.", "fc_norm.", "attn_pool.")
 
@@ -193,7 +193,11 @@ class TimmEncoders(EncoderLibrary):
 
 
 def library_of(network: Mapping[str, Any]) -> EncoderLibrary:
-    """Return the operations of an encoder's library, given the description of the encoder."""
+    """Return the operations for an encoder's library, transformers or timm.
+
+    Args:
+        network: description of the encoder, as :func:`describe_encoder` returns it.
+    """
     return TimmEncoders() if "architecture" in network else TransformersEncoders()
 
 
@@ -214,7 +218,15 @@ def describe_encoder(pretrained: str) -> dict[str, Any]:
 
 
 def load_encoder(pretrained: str) -> Any:
-    """Load an encoder in float32 from the path or name that :func:`describe_encoder` takes."""
+    """Load an encoder in float32.
+
+    Args:
+        pretrained: path or name that :func:`describe_encoder` takes.
+
+    Raises:
+        FileNotFoundError: if there is no such encoder.
+        ValueError: if the encoder cannot be built, or its weights do not fit.
+    """
     network = describe_encoder(pretrained)
     library = library_of(network)
     model = library.build(network)

@@ -41,7 +41,8 @@ class EncoderDistillation:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. These steps train only the parameters of the new attention.
-        teacher: path or name of the model before its attention was replaced, as for the option pretrained.
+        teacher: path or name of the model before its attention was replaced, as for the option pretrained. Training and
+            evaluation require it.
         tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's
             vectors.
         embedding_weight: weight of one minus the cosine similarity of the embeddings.
@@ -77,6 +78,9 @@ class LinearizedEncoder(TrainingModule):
             ``"first"`` for the vector of its first token, or ``"head"`` for the vector that an encoder of timm passes to its
             classifier.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if ``pooling`` is not one of these values, or an option in ``distillation`` is not valid.
     """
 
     network: Any
@@ -114,7 +118,8 @@ class LinearizedEncoder(TrainingModule):
 
         Raises:
             FileNotFoundError: if there is no such encoder.
-            ValueError: if the encoder is not named, its library cannot build it, or its attention cannot be replaced.
+            ValueError: if ``pretrained`` and ``network`` are both None, or the encoder cannot be built, or its attention cannot
+                be replaced.
         """
         if network is None:
             if pretrained is None:
@@ -159,7 +164,7 @@ class LinearizedEncoder(TrainingModule):
 
     @abstractmethod
     def encode(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Compute the token vectors ``[B, N, dim]`` of a batch.
+        """Compute the token vectors of a batch, ``[B, N, dim]`` for B samples of N tokens.
 
         Args:
             network: encoder.
@@ -168,7 +173,7 @@ class LinearizedEncoder(TrainingModule):
 
     @abstractmethod
     def read_inputs(self, batch: dict[str, Any]) -> tuple[Tensor, ...]:
-        """Return the tensors ``[B, ...]`` of a batch that the encoder needs as inputs."""
+        """Return the tensors ``[B, ...]`` of a batch of B samples that the encoder takes as inputs."""
 
     @abstractmethod
     def real_tokens(self, *inputs: Tensor) -> Tensor | None:
@@ -198,24 +203,36 @@ class LinearizedEncoder(TrainingModule):
         return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
 
     def forward(self, batch: dict[str, Any]) -> Tensor:
-        """Compute the embeddings of a batch, ``[B, dim]``, normalized to unit length."""
+        """Compute the embeddings of a batch, ``[B, dim]``, normalized to unit length.
+
+        Args:
+            batch: tensors ``[B, ...]`` by name, from which :meth:`read_inputs` selects the inputs of the encoder.
+        """
         inputs = self.read_inputs(batch)
         return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
 
     def on_fit_start(self) -> None:
-        """Check that the replaced layers can be trained on their own, and load the teacher.
+        """Load the teacher. If ``layer_steps`` is set, also check that the replaced layers can be trained on their own.
 
         Raises:
-            ValueError: if no teacher is named, or the layers cannot be trained on their own.
+            ValueError: if no teacher is named, or ``layer_steps`` is set and the layers cannot be trained on their own.
         """
         self._start()
 
     def on_validation_start(self) -> None:
-        """Load the teacher, unless it has been loaded already."""
+        """Load the teacher, unless it has been loaded already.
+
+        Raises:
+            ValueError: if no teacher is named.
+        """
         self._start()
 
     def on_test_start(self) -> None:
-        """Load the teacher, unless it has been loaded already."""
+        """Load the teacher, unless it has been loaded already.
+
+        Raises:
+            ValueError: if no teacher is named.
+        """
         self._start()
 
     def _start(self) -> None:
@@ -247,12 +264,15 @@ class LinearizedEncoder(TrainingModule):
         return self.encode(self.linearization.teacher, *inputs)
 
     def distances(self, vectors: Tensor, wanted: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        """Compute the distances of a model from its teacher: ``tokens``, ``embedding`` and ``similarity``, each a scalar.
+        """Compute the distances of a model from its teacher.
 
         Args:
             vectors: token vectors of the model, ``[B, N, dim]``.
             wanted: token vectors of the teacher, ``[B, N, dim]``.
             mask: ``[B, N]`` bool, False for padding; None if no token is padding.
+
+        Returns:
+            Scalars ``tokens``, ``embedding`` and ``similarity`` by name, as :class:`EncoderDistillation` defines them.
         """
         vectors, wanted = vectors.float(), wanted.float()
         real = torch.ones(vectors.shape[:2], dtype=torch.bool, device=vectors.device) if mask is None else mask
@@ -278,18 +298,18 @@ class LinearizedEncoder(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log two shares of the nearest neighbors in the teacher's embeddings that are also found with the encoder.
+        """Log the share of each validation sample's nearest neighbors on which the encoder and its teacher agree.
 
-        They are computed for the validation samples; the metrics of
-        :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define them.
+        The two metrics, ``val/recall_at_10`` and ``val/mixed_recall_at_10``, are shares from 0 to 1. The class
+        :class:`lightning_mhla.training.neighbors.EmbeddingPairs` defines them.
         """
         self._log_pairs("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log two shares of the nearest neighbors in the teacher's embeddings that are also found with the encoder.
+        """Log the share of each test sample's nearest neighbors on which the encoder and its teacher agree.
 
-        They are computed for the test samples; the metrics of :class:`lightning_mhla.training.neighbors.EmbeddingPairs` define
-        them.
+        The two metrics, ``test/recall_at_10`` and ``test/mixed_recall_at_10``, are shares from 0 to 1. The class
+        :class:`lightning_mhla.training.neighbors.EmbeddingPairs` defines them.
         """
         self._log_pairs("test")
 

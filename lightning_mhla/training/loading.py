@@ -24,7 +24,7 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
 
     Args:
         kind: class of the training module.
-        memory: hyperparameters of the checkpoint, by current or former names.
+        memory: hyperparameters of the checkpoint, by name. Former names of renamed options are also accepted.
     """
     options = {name for name in present_options("model", kind, memory) if not name.startswith("_")}
     parameters = {

@@ -123,13 +123,18 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             self.hparams["training"] = asdict(self.training_options)
 
     def setup(self, stage: str) -> None:
-        """Check that the model and its data agree on options that both have, such as the image size."""
+        """Check that the model and its data agree on options that both have, such as the image size.
+
+        Raises:
+            ValueError: if the values of an option do not agree.
+        """
         check_agreement(self, getattr(self.trainer, "datamodule", None))
 
     def average_decay(self, decay: float) -> float:
         """Convert a decay of the moving average from the reference batch size ``ema_batch`` to the batch size of this run.
 
-        Without ``ema_batch``, ``decay`` is returned unchanged.
+        Args:
+            decay: decay per step of ``ema_batch`` samples. Without ``ema_batch``, it is returned unchanged.
 
         Raises:
             ValueError: if ``ema_batch`` is set and the data has no batch size.
@@ -150,9 +155,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that the trainer needs for its current task: fit, validation, test or prediction.
 
-        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints, and :class:`FiniteWatch`,
-        :class:`StallWatch` and :class:`Forecast` unless the trainer already has them. Prediction gets the callbacks that write
-        predictions to files. Validation and test get none.
+        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints. It also gets
+        :class:`FiniteWatch` (check for NaN), :class:`StallWatch` (warning when training makes no progress) and
+        :class:`Forecast` (memory and time of the run), unless the trainer already has them. Prediction gets the callbacks that
+        write predictions to files. Validation and test get none.
 
         The method also replaces Lightning's default checkpoint plugin with one that writes atomically and reads safely, because
         Lightning calls this hook before it reads or writes a checkpoint.
@@ -178,10 +184,11 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         ]
 
     def _recovery(self) -> list[Callback]:
-        """Return a list with the :class:`Recovery` callback, or an empty list if the trainer has checkpoints disabled.
+        """Return a list with the :class:`Recovery` callback, which writes all checkpoints, or an empty list.
 
         If the trainer already has such a callback, this method removes it from the trainer's list and returns it. Lightning
-        then adds it at the end, so that it runs after all others and saves the state that they reach at the same step.
+        then adds it at the end, so that it runs after all others and saves the state that they reach at the same step. The
+        list is empty if checkpoints are disabled in the trainer.
         """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
         recovery_callbacks: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
@@ -236,7 +243,14 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return mesh[SEQUENCE].get_group()
 
     def configure_optimizers(self) -> Any:
-        """Build the optimizer and its learning-rate schedule, which advances with every optimizer step."""
+        """Build the optimizer and its learning-rate schedule, which advances with every optimizer step.
+
+        Returns:
+            Dict with the entries ``optimizer`` and ``lr_scheduler``, in Lightning's format.
+
+        Raises:
+            ValueError: if the schedule needs the length of the run or of an epoch, and this length is not known.
+        """
         self.trainer.fit_loop.setup_data()  # otherwise the length of an epoch is unknown if max_steps ends the run
         options = (self.network, self.optimizer_config, *self._lengths(), self._layer_names())
         optimizer, schedule, _ = build_optimizer(*options)
@@ -246,7 +260,8 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def _lengths(self) -> tuple[float, float]:
         """Return the number of optimizer steps in the run, and the number in one epoch.
 
-        The second number is only used to compute the warm-up, and is 1 if the length of the warm-up is not given in epochs.
+        The first number is infinite for a run without an end. The second is only used to compute the warm-up, and is 1 if the
+        length of the warm-up is not given in epochs.
 
         Raises:
             ValueError: if the length of the warm-up is given in epochs, and the data has no length.
@@ -272,9 +287,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Apply the current optimizer options in place of those that a checkpoint restored, and check checkpoint callbacks.
+        """Replace the optimizer options that a checkpoint restored with the current ones, and check the checkpoint callbacks.
 
-        A warning is logged for a ``ModelCheckpoint`` that saves between validations but judges weights by a validation metric.
+        The method warns about a ``ModelCheckpoint`` that saves every few steps but selects weights by a validation metric,
+        because it saves before the validation of the same step.
 
         Raises:
             ValueError: if the checkpoint was saved while gradients were being accumulated, because it does not contain these

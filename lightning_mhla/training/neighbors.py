@@ -52,7 +52,7 @@ class EmbeddingPairs(Metric):
 
     @override
     def compute(self) -> dict[str, Tensor]:
-        """Return ``recall_at_10`` and ``mixed_recall_at_10``, both scalars."""
+        """Return a dict of the scalars ``recall_at_10`` and ``mixed_recall_at_10``, which the class defines."""
         model, teacher = dim_zero_cat(self.model), dim_zero_cat(self.teacher)
         if len(model) < 2:
             return dict.fromkeys(("recall_at_10", "mixed_recall_at_10"), torch.tensor(torch.nan))

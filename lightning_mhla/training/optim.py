@@ -43,7 +43,7 @@ class OptimizerConfig:
         warmup_epochs: length of the linear warm-up in epochs. Give either this or warmup_steps.
         warmup_steps: length of the linear warm-up in optimizer steps.
         mixing_lr_scale: factor on the learning rate of the mixing coefficients.
-        layer_decay: factor on the learning rate from each layer to the one below it; 1 for the same rate in all layers.
+        layer_decay: learning rate of a layer divided by that of the next layer; 1 for the same rate in all layers.
         kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
             one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
 
@@ -129,11 +129,11 @@ class Schedule:
 
     Args:
         config: options of the schedule, see :class:`OptimizerConfig`.
-        steps: number of optimizer steps of the complete run.
+        steps: number of optimizer steps of the complete run; infinite if the run has no end.
         warmup: number of warm-up steps.
 
     Attributes:
-        start: step at which the cosine begins, after the warm-up.
+        start: step at which the cosine begins: the end of the warm-up, or the step at which the options last changed.
         top: factor on the learning rate at step ``start``.
     """
 
@@ -283,7 +283,7 @@ def asked_options(
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
 ) -> Asked:
-    """Compute the options of each parameter group and the schedule of a run from its configuration, without an optimizer.
+    """Compute the options of each parameter group and the schedule of a run, without building an optimizer.
 
     Args:
         model: model to train.

@@ -79,7 +79,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
         Every process must call this method.
 
         Args:
-            checkpoint: entries of the checkpoint.
+            checkpoint: entries of the checkpoint by name, as Lightning collects them; may be changed in place.
             filepath: path of the folder or file.
             storage_options: ignored.
         """
@@ -140,7 +140,7 @@ class FullyShardedStrategy(ModelParallelStrategy):
 
 
 def _named(state: dict[str, Any], optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Convert the state dict of an optimizer from parameter indices to parameter names, for torch's distributed loading.
+    """Convert an optimizer's state dict from parameter indices to parameter names, which torch's distributed loading needs.
 
     Args:
         state: state dict, in which parameters are numbered.

@@ -196,7 +196,14 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
         raise NotImplementedError
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the features of images ``[B, channels, H, W]`` that :meth:`forward_head` takes as its input."""
+        """Compute the features of images, from which :meth:`forward_head` computes class scores.
+
+        Args:
+            images: images, ``[B, channels, H, W]``.
+
+        Returns:
+            Tokens ``[B, N, C]`` or a feature map ``[B, C, h, w]``, depending on the model.
+        """
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -204,8 +211,8 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
 
         Args:
             x: features that :meth:`forward_features` returned.
-            pre_logits: whether to return the pooled features, from which the last layer computes the scores, instead of the
-                scores.
+            pre_logits: whether to return the pooled features instead of the scores. The last layer, ``head``, computes the
+                scores from these features, which are ``[B, head_hidden_size]`` if the model has pooling.
         """
         raise NotImplementedError
 
@@ -270,6 +277,8 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classification head with a new, randomly initialized one.
+
+        If the number of classes changes, the names of the classes are removed.
 
         Args:
             num_classes: number of classes; 0 for no head.

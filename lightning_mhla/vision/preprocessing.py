@@ -24,9 +24,9 @@ class Preprocessing:
         channels: number of channels of the result: 3 for color, 1 for gray.
         crop_share: side of the central crop divided by the side of the resized image. null resizes the complete image to a
             square instead, without keeping its aspect ratio.
-        mean: values to subtract from pixels in [0, 1]: one for each channel, or a single one for all channels.
-        std: values by which the pixels are divided after the subtraction: one for each channel, or a single one for all
-            channels.
+        mean: values to subtract from pixels in [0, 1]: three for red, green and blue, or a single one for all channels.
+        std: values by which the pixels are divided after the subtraction: three for red, green and blue, or a single one for
+            all channels.
 
     Raises:
         ValueError: if a value is out of range.

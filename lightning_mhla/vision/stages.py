@@ -47,10 +47,11 @@ class StageConfig:
     Give either the name of a published size, or dims, depths and heads. These are lists with one value for each stage.
 
     Args:
-        size: published size (T, S, B or L), which sets dims, depths, heads and layer_scale.
-        dims: width of each stage; only without size.
-        depths: number of transformer blocks in each stage; only without size.
-        heads: number of attention heads in each stage; only without size.
+        size: T, S, B or L for a published size of RAVLT (arXiv 2411.07635), which sets dims, depths, heads and layer_scale;
+            null to set these options.
+        dims: width of each stage; required if size is null, otherwise null.
+        depths: number of transformer blocks in each stage; required if size is null, otherwise null.
+        heads: number of attention heads in each stage; required if size is null, otherwise null.
         layer_scale: initial factor of the residual branches in each stage; null for the published values of size, or
             1 everywhere if size is not given.
         linear_stages: number of stages, counted from the first, that use the configured kind of attention; later stages use
@@ -59,7 +60,7 @@ class StageConfig:
             blocks, such as mhla; null for 7 x 7 in the first and 4 x 4 in the second stage.
         patch_size: side of a token in the first stage, in pixels: 4, 2 or 1.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
-        head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT.
+        head_width: width of the projection before the head: 1024 in RAVLT, 2048 in MAViT (arXiv 2507.00698).
 
     Raises:
         ValueError: if values do not fit together. The message names them.
@@ -104,7 +105,7 @@ class StageConfig:
             raise ValueError(f"patch_size={self.patch_size} must be 4, 2 or 1")
 
     def of(self, name: str) -> list[Any]:
-        """Return the values of an option, one for each stage.
+        """Return the values of an option, one for each stage: integers, or floats for ``layer_scale``.
 
         Values that were set explicitly take precedence over those of the published ``size``. Without either, ``layer_scale`` is
         1 in each stage.
@@ -119,13 +120,13 @@ class StageConfig:
         return [1.0] * len(self.dims or [])
 
     def grids(self, image_size: tuple[int, int]) -> list[tuple[int, int]]:
-        """Return the numbers of rows and columns of tokens in each stage.
+        """Return the number of rows and the number of columns of tokens in each stage.
 
         Args:
             image_size: height and width of the image, in pixels.
 
         Raises:
-            ValueError: if the height or width of the image is not a multiple of the side of a token in each stage.
+            ValueError: if the height or width of the image is not a multiple of the side of a token in some stage.
         """
         stages = len(self.of("dims"))
         multiple = self.patch_size * 2 ** (stages - 1)
@@ -142,11 +143,14 @@ class StageConfig:
         ]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
-        """Return the attention configuration of one stage. Stages after the linear stages use softmax attention.
+        """Return the attention configuration of one stage.
+
+        The first ``linear_stages`` stages use ``config``. Later stages use softmax attention with the other options of
+        ``config``.
 
         Args:
-            config: attention configuration of the linear stages. It must not set blocks, which ``block_grids`` sets for each
-                stage.
+            config: attention configuration of the linear stages. It must not set ``block_grid`` or ``block_size``, because
+                ``block_grids`` sets the blocks of each stage.
             stage: index of the stage, counted from 0.
 
         Raises:

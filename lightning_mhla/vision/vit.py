@@ -55,7 +55,7 @@ class VisionTransformer(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Vision transformer for classification whose head takes the mean of all tokens, without a class token.
+    """Vision transformer for image classification, with mean pooling of the tokens instead of a class token.
 
     ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and
     ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models, such as
@@ -66,9 +66,9 @@ class VisionTransformer(
         num_classes: number of class scores; 0 for a model without a head.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
         size: published size of DeiT (tiny, small or base), which sets dim, depth and heads.
-        dim: width of the tokens; only without ``size``.
-        depth: number of transformer blocks; only without ``size``.
-        heads: number of attention heads; only without ``size``.
+        dim: width of the tokens; required if ``size`` is None, otherwise None.
+        depth: number of transformer blocks; required if ``size`` is None, otherwise None.
+        heads: number of attention heads; required if ``size`` is None, otherwise None.
         patch_size: side of a patch, in pixels.
         channels: number of channels of the image.
         stem: ``"patch"`` (one convolution of the size of a patch) or ``"conv"`` (:class:`ConvStem`).
@@ -78,8 +78,8 @@ class VisionTransformer(
         drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
         global_pool: ``"avg"`` for the mean of the tokens, or an empty string to keep all tokens.
-        class_names: names of the classes, for :meth:`predict`. Exported models contain them.
-        preprocessing: transform of images, for :meth:`predict`. Exported models contain it.
+        class_names: names of the classes, for :meth:`predict`; None if unknown. Exported models contain them.
+        preprocessing: transform of images, for :meth:`predict`; None if unknown. Exported models contain it.
 
     Raises:
         ValueError: if sizes do not fit together, for example if ``patch_size`` does not divide the side of the image.
@@ -160,7 +160,11 @@ class VisionTransformer(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the final tokens ``[B, N, dim]`` of images ``[B, channels, image_size, image_size]``."""
+        """Compute the final tokens ``[B, N, dim]`` of images ``[B, channels, image_size, image_size]``, for N tokens per image.
+
+        Raises:
+            ValueError: if the images have a different size.
+        """
         return self.backbone(self.stem(F.pad(self.check(images), (self.border,) * 4)) + self.position)
 
     @override
@@ -172,7 +176,7 @@ class VisionTransformer(
     def maps(self, images: Tensor, map_indices: list[int], stop_early: bool, norm: bool) -> tuple[Tensor, list[Tensor]]:
         """Compute the final tokens, and the feature maps after some of the transformer blocks.
 
-        The maps leave out the tokens that ``pad_to`` adds.
+        The maps omit tokens that consist only of the padding that ``pad_to`` adds.
 
         Args:
             images: images, ``[B, channels, image_size, image_size]``.
@@ -181,7 +185,8 @@ class VisionTransformer(
             norm: whether to apply the final norm to the maps.
 
         Returns:
-            The final tokens, ``[B, N, dim]``, and the maps, ``[B, dim, H, W]`` each, for H rows and W columns of tokens.
+            The final tokens, ``[B, N, dim]`` with N tokens per image, and the maps, ``[B, dim, H, W]`` each, with H rows and
+            W columns of tokens.
         """
         outputs: dict[int, Tensor] = {}
         hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in map_indices]
@@ -211,6 +216,9 @@ class VisionTransformer(
 
         Returns:
             Indices of the requested blocks, counted from 0.
+
+        Raises:
+            ValueError: if an index is out of range, or no block is requested.
         """
         block_indices = taken_indices(indices, len(self.layers))
         self.is_pruned = self.is_pruned or prune_norm or max(block_indices) + 1 < len(self.layers)
@@ -242,6 +250,9 @@ class VisionTransformer(
 
         Args:
             coarse: has no effect here; part of timm's interface.
+
+        Returns:
+            Regular expressions of parameter names, under the keys ``"stem"`` and ``"blocks"``, in timm's format.
         """
         return {
             "stem": r"^stem|^position",

@@ -76,7 +76,7 @@ class ConvMlp(nn.Module):
 
 
 class VLTBlock(nn.Module):
-    """Block of a VLT: positional convolution, attention and MLP, each with a residual connection.
+    """Block of a hierarchical vision transformer: positional convolution, attention and MLP, each with a residual connection.
 
     Attention and MLP each have a layer norm before them, and a learned factor for each channel of their output.
 
@@ -87,8 +87,7 @@ class VLTBlock(nn.Module):
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
         mlp_ratio: inner width of the MLP divided by ``dim``.
         layer_scale: initial value of the learned factors.
-        drop_path: probability with which attention and MLP are skipped in training, drawn separately for each sample and for
-            each of the two.
+        drop_path: probability that a sample skips the attention in training, and independently that it skips the MLP.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class VLTBlock(nn.Module):
 
 
 class Stage(nn.Module):
-    """Stage of a VLT: a sequence of blocks at one resolution.
+    """Stage of a hierarchical vision transformer (VLT): a sequence of blocks at one resolution.
 
     In all stages but the first, a convolution before the blocks halves height and width.
 
@@ -183,10 +182,10 @@ class VLT(
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
         checkpointing: whether to recompute blocks in the backward pass instead of keeping their activations.
-        global_pool: ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; an empty string for no pooling, which needs
-            ``num_classes=0``.
-        class_names: names of the classes, for :meth:`predict`. Exported models contain them.
-        preprocessing: transform of images, for :meth:`predict`. Exported models contain it.
+        global_pool: name of timm's pooling layer, ``"avg"``, ``"max"``, ``"avgmax"`` or ``"fast"``; an empty string for no
+            pooling, which needs ``num_classes=0``.
+        class_names: names of the classes, for :meth:`predict`; None if unknown. Exported models contain them.
+        preprocessing: transform of images, for :meth:`predict`; None if unknown. Exported models contain it.
 
     Raises:
         ValueError: if sizes do not fit together, for example if the stages cannot divide the image into tokens.
@@ -254,7 +253,14 @@ class VLT(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the last stage's feature map ``[B, C, h, w]`` of images ``[B, channels, H, W]``."""
+        """Compute the last stage's feature map of images ``[B, channels, H, W]``.
+
+        Returns:
+            Feature map ``[B, C, h, w]`` with C channels and h x w positions.
+
+        Raises:
+            ValueError: if the stages cannot divide images of this size into tokens.
+        """
         return self.stages(self.stem(images))
 
     @override
@@ -298,6 +304,9 @@ class VLT(
 
         Returns:
             Indices of the requested stages, counted from 0.
+
+        Raises:
+            ValueError: if an index is out of range, or no stage is requested.
         """
         stage_indices = taken_indices(indices, len(self.stages))
         self.is_pruned = self.is_pruned or prune_head or max(stage_indices) + 1 < len(self.stages)
@@ -330,6 +339,9 @@ class VLT(
 
         Args:
             coarse: whether to treat all blocks of a stage as one group.
+
+        Returns:
+            Regular expressions of parameter names, under the keys ``"stem"`` and ``"blocks"``, in timm's format.
         """
         return {
             "stem": r"^stem",

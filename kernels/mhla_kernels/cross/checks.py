@@ -1,4 +1,4 @@
-"""Checks of the arguments of a cross-attention call, which return them as one object."""
+"""Checks of the arguments of a cross-attention call. :func:`check_cross` returns the checked arguments as one object."""
 
 from __future__ import annotations
 
@@ -40,6 +40,9 @@ def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
         q: queries, not checked yet.
         k: keys, not checked yet.
         only_cross: arguments that exist only for cross-attention; None for each one that was not passed.
+
+    Raises:
+        TypeError: if q or k is not a tensor. This is not checked if one of ``only_cross`` was passed.
     """
     for argument in only_cross:
         if argument is not None:
@@ -126,9 +129,9 @@ def _check_layouts(
     key_block_size: int | None,
     key_block_offsets: Bounds | None,
 ) -> CrossLayout:
-    """Check the blocks of queries and keys, and return their layouts.
+    """Check the block sizes or offsets of queries and keys, and return the layouts of both.
 
-    Without ``key_block_size`` and ``key_block_offsets``, the keys get the blocks of the queries.
+    Without ``key_block_size`` and ``key_block_offsets``, the keys get the same block size or offsets as the queries.
 
     Raises:
         ValueError: if the arguments exclude each other, or do not fit the numbers of tokens.
@@ -152,7 +155,7 @@ def _check_side(name: str, tokens: int, size: int | None, offsets: Bounds | None
     """Check the blocks of the queries or of the keys, and return the layout.
 
     Args:
-        name: ``"block"`` or ``"key_block"``, the start of the names of the arguments, for error messages.
+        name: prefix of the argument names in error messages, ``"block"`` or ``"key_block"``.
         tokens: number of queries or of keys.
         size: tokens in a block; used only if ``offsets`` is None.
         offsets: index of the first token of each uneven block, followed by the number of tokens; None for equal blocks.

@@ -70,7 +70,7 @@ def _attend(problem: CrossProblem, form: Form) -> Tensor:
 
 
 def _of_sequence(problem: CrossProblem, queries: tuple[int, int], keys: tuple[int, int], form: Form) -> Tensor:
-    """Compute the outputs of one packed sequence.
+    """Compute the cross-attention outputs of one packed sequence of queries, which attends to one sequence of keys.
 
     Args:
         problem: checked arguments for all sequences.
@@ -122,7 +122,7 @@ def _chunked(problem: CrossProblem) -> Tensor:
 
 
 def chunked_by(problem: CrossProblem, blocks: CrossPartition, mix: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute cross-attention in the chunked form, with a function of the caller that mixes the summaries of key blocks.
+    """Compute cross-attention from block summaries (the chunked form), which are mixed by a function that the caller passes.
 
     Args:
         problem: checked arguments, as :func:`mhla_kernels.cross.problem.prepare_cross` returns them.

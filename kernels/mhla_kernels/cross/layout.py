@@ -49,9 +49,10 @@ class CrossLayout(NamedTuple):
 
     @property
     def sequences(self) -> list[tuple[Range, Range]] | None:
-        """Token ranges of the queries and of the keys of each packed sequence.
+        """Range of queries and range of keys for each packed sequence.
 
-        None if the rows are not packed, or if the bounds are on an accelerator or traced, so that they are not read.
+        A range consists of the index of the first token and the index after the last one. The property is None if the rows are
+        not packed, or if the bounds are on an accelerator or traced and are therefore not read.
         """
         bounds = self.queries.cu_seqlens, self.keys.cu_seqlens
         if is_traced() or any(x is None or x.device.type != "cpu" or isinstance(x, FakeTensor) for x in bounds):
@@ -65,7 +66,9 @@ class CrossLayout(NamedTuple):
 
 
 class CrossPartition(NamedTuple):
-    """Assignment of the queries and of the keys to blocks with equal numbers of slots on each side.
+    """Assignment of the queries to Mq blocks and of the keys to Mk blocks.
+
+    All blocks of one side, queries or keys, have the same number of slots (token positions).
 
     Attributes:
         layout: sizes of the blocks.
@@ -79,14 +82,15 @@ class CrossPartition(NamedTuple):
 
     @property
     def together(self) -> Tensor | None:
-        """Mask of query and key blocks that belong to the same packed sequence, ``[Mq, Mk]`` bool; None without packing."""
+        """Mask ``[Mq, Mk]`` bool, True where both blocks belong to the same packed sequence; None without packing."""
         queries, keys = self.queries.owner, self.keys.owner
         return None if queries is None or keys is None else queries[:, None] == keys
 
     def block_sequences(self) -> list[tuple[Range, Range]] | None:
-        """Return the range of query blocks and the range of key blocks of each packed sequence.
+        """Return the range of query blocks and the range of key blocks for each packed sequence.
 
-        Return None if the rows are not packed, or if their bounds are on an accelerator or traced.
+        A range consists of the index of the first block and the index after the last one. The result is None if the rows are
+        not packed, or if their bounds are on an accelerator or traced.
         """
         sequences = self.layout.sequences
         if sequences is None:
@@ -127,11 +131,11 @@ class CrossPartition(NamedTuple):
 
     @staticmethod
     def _counts(layout: TokenLayout, blocks: BlockPartition) -> Tensor:
-        """Return the number of blocks of one side that belong to the same packed sequence as each of M blocks, ``[M]`` int64.
+        """Return, for each of M blocks, the number of query blocks or key blocks in its packed sequence, ``[M]`` int64.
 
         Args:
-            layout: layout of the side whose blocks are counted, queries or keys.
-            blocks: assignment of tokens to the M blocks.
+            layout: layout of the queries, to count query blocks, or of the keys, to count key blocks.
+            blocks: assignment of queries or keys to the M blocks.
         """
         assert layout.cu_seqlens is not None
         assert blocks.owner is not None
@@ -141,7 +145,7 @@ class CrossPartition(NamedTuple):
         return counts[blocks.owner.clamp(max=len(counts) - 1)]
 
     def token_blocks(self, device: torch.device) -> tuple[TokenBlocks, TokenBlocks]:
-        """Return the index of the block and of the packed sequence of each query and of each key.
+        """Return the indices of each query's block and packed sequence, and the same for each key.
 
         Blocks are counted over all sequences, as in :meth:`matrix`.
         """

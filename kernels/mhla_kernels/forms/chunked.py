@@ -221,7 +221,7 @@ def _causal_tiled(q: Tensor, k: Tensor, v: Tensor, mixer: Mixer, normalize: bool
 def _sums_before(x: Tensor) -> Tensor:
     """Compute, for each tile of a block, the sum over the block's earlier tiles: an exclusive cumulative sum along axis 3.
 
-    The result is not computed as ``cumsum - x``, in which a large value would remain as a rounding error.
+    The result is not computed as ``cumsum - x``, because a large value in ``x`` would leave a rounding error behind.
 
     Args:
         x: sums of the J tiles of each of M blocks, ``[B, H, M, J, ...]``.

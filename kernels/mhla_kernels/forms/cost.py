@@ -135,8 +135,8 @@ def cheapest_cross_form(
 ) -> Literal["parallel", "chunked"]:
     """Estimate the multiply-adds of each cross-attention algorithm, and return the name of the cheaper one.
 
-    The estimate uses the same constants as :func:`cheapest_form`: the cost of a token or a block of self-attention, of which a
-    query or a block of queries has one half, and a key or a block of keys the other.
+    The estimate uses the same constants as :func:`cheapest_form`. The cost of writing and reading a block summary in
+    self-attention is divided equally between a block of queries and a block of keys.
 
     Args:
         tokens: number of queries and number of keys.
@@ -157,14 +157,14 @@ def cheapest_cross_form(
 
 
 class UnitCosts(NamedTuple):
-    """Multiply-adds of the parts of attention, for one batch row and head.
+    """Costs of the steps of attention, in multiply-adds, for one batch row and head.
 
     Attributes:
-        pair_inside: cost of a pair of tokens whose weight has no coefficient, or one that all pairs of a block share.
-        pair: cost of a pair of tokens with a mixing coefficient of its own.
-        query: cost of a query that reads a mixture of summaries, for each entry of a summary.
-        mixing: cost of adding a summary to a mixture, for each entry.
-        summary: cost of writing or reading a summary, for each entry.
+        pair_inside: cost of a token pair without a mixing coefficient, or with a coefficient that all pairs of a block share.
+        pair: cost of a token pair with its own mixing coefficient.
+        query: cost of applying a mixture of block summaries to a query, per entry of a summary.
+        mixing: cost of adding a block summary to a mixture, per entry of a summary.
+        summary: cost of the memory accesses for one block of queries or one block of keys, per entry of a summary.
     """
 
     pair_inside: float
@@ -188,16 +188,16 @@ def _unit_costs(key_width: int, value_width: int, backend: Literal["torch", "tri
 def _costs_of_sides(
     tokens: tuple[int, int], blocks: tuple[int, int], mixed: int, numbers: int, units: UnitCosts
 ) -> dict[ChosenForm, float]:
-    """Estimate the cost of the parallel and of the chunked form without causality, in multiply-adds.
+    """Estimate the cost of bidirectional attention in the parallel and in the chunked form, in multiply-adds.
 
-    Queries and keys may be different tokens. The result is a dict of costs by form, for one batch row and head.
+    Queries and keys may belong to different sequences. The result maps each form to its cost for one batch row and head.
 
     Args:
         tokens: number of queries and number of keys.
         blocks: number of query blocks and number of key blocks.
-        mixed: number of summaries that are added to mixtures.
-        numbers: number of entries of a summary.
-        units: costs of the parts.
+        mixed: number of block summaries that are added to mixtures, in total for all query blocks.
+        numbers: number of entries of a block summary.
+        units: costs of the steps of attention.
     """
     products = tokens[1] + units.query * tokens[0] + units.mixing * mixed + units.summary * (blocks[0] + blocks[1])
     return {"parallel": tokens[0] * tokens[1] * units.pair, "chunked": products * numbers}
@@ -209,7 +209,7 @@ def _held_by_sides(
     """Estimate how many float32 values the parallel or the chunked form holds for one batch row and head.
 
     Args:
-        form: ``"parallel"``, or any other form for ``"chunked"``.
+        form: ``"parallel"`` or ``"chunked"``; any other name counts as ``"chunked"``.
         tokens: number of queries and number of keys.
         blocks: number of query blocks and number of key blocks.
         numbers: number of entries of a block summary.
@@ -221,11 +221,13 @@ def _held_by_sides(
 
 
 def _within_limit(costs: dict[ChosenForm, float], numbers: dict[ChosenForm, int]) -> dict[ChosenForm, float]:
-    """Return the costs of the forms that fit into the memory limit. If none fits, keep the form that needs the least.
+    """Return the costs of the attention algorithms (forms) that fit into the memory limit.
+
+    If none of them fits, the result contains only the forms that need the least memory.
 
     Args:
         costs: cost of each form.
-        numbers: number of float32 values that each form holds.
+        numbers: number of float32 values that each form holds in memory.
     """
     least = min(numbers.values())
     return {form: cost for form, cost in costs.items() if 4 * numbers[form] <= _limit or numbers[form] == least}
@@ -250,8 +252,8 @@ def numbers_held(
 ) -> int:
     """Estimate how many float32 values a forward pass holds for one batch row and head, in addition to inputs and outputs.
 
-    On a CPU, only some rows and heads are computed at a time. A forward pass then needs less memory than this number times the
-    batch size and the number of heads.
+    On a CPU, only some rows and heads are computed at a time. A forward pass then holds fewer values than this number times
+    the batch size and the number of heads.
 
     Args:
         form: algorithm of attention: ``"parallel"`` (weights of token pairs), ``"chunked"`` (a summary of each block) or

@@ -1,8 +1,8 @@
 """Parallel form of attention in PyTorch: products of all token pairs, multiplied by the coefficients of their blocks.
 
 The number of operations grows with N squared. Two large matrix products take most of the time, which makes this form the
-fastest one for up to a few hundred tokens. Tokens stay where they are: the coefficients are expanded to pairs of tokens, once
-for all batch rows, instead of moving the tokens of each row into blocks.
+fastest one for up to a few hundred tokens. The tokens are not moved into blocks. Instead, the coefficients are expanded to
+pairs of tokens, once for all batch rows.
 
 On a CPU, attention is computed in parts; see :mod:`mhla_kernels.forms.parallel_parts`.
 
@@ -88,9 +88,10 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 class _InParts(torch.autograd.Function):
-    """Autograd function for :meth:`ParallelParts.in_parts`, which saves its arguments and outputs but nothing per pair.
+    """Autograd function for :meth:`ParallelParts.in_parts`, which saves its arguments and outputs, but not the weights.
 
-    It returns a copy of the outputs that it saves, so that callers may change their outputs in place.
+    The backward pass computes the weights of the token pairs again. The forward pass returns a copy of the saved outputs, so
+    that callers may change their outputs in place.
     """
 
     @staticmethod
@@ -118,8 +119,11 @@ def _gradients_at_once(
     Args:
         needed: for each tensor, whether its gradient is needed.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
-        tensors: queries, keys, values and coefficients.
-        algorithm: algorithm of attention.
+        tensors: queries, keys, values and coefficients, as :meth:`ParallelParts.in_parts` takes them.
+        algorithm: options of the attention call, with the method ``at_once``.
+
+    Returns:
+        Gradient of each tensor; None for each one that is not needed.
     """
     again = torch.is_grad_enabled()
     with torch.enable_grad():

@@ -44,7 +44,7 @@ class _RowsAndHeads(NamedTuple):
         return x[self.rows, :, self.heads].permute(2, 0, 1, 3)
 
     def of_heads(self, x: Tensor) -> Tensor:
-        """Select the heads of this part from coefficients ``[H, ...]`` with three axes; return others unchanged."""
+        """Select the heads of this part from coefficients ``[H, N, J]``. Return shared coefficients ``[N, J]`` unchanged."""
         return x if x.dim() == 2 else x[self.heads]
 
 
@@ -65,7 +65,7 @@ def _divide(batch: int, heads: int, most: int) -> list[_RowsAndHeads]:
 
 
 class _Workspace:
-    """Memory that all parts of a computation share.
+    """Named memory for intermediate results, which the parts of a computation use one after the other.
 
     Args:
         like: tensor with the dtype and the device of the memory.
@@ -75,10 +75,12 @@ class _Workspace:
         self._like, self._memory = like, dict[str, Tensor]()
 
     def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return an uninitialized tensor. It is overwritten by the next one that is taken with this name.
+        """Return an uninitialized tensor in the memory with the given name.
+
+        The next tensor that is taken with this name uses the same memory, so earlier ones must no longer be needed.
 
         Args:
-            name: name of the memory.
+            name: name of the memory, which is allocated or enlarged if necessary.
             shape: shape of the tensor.
         """
         size, memory = prod(shape), self._memory.get(name)
@@ -87,12 +89,12 @@ class _Workspace:
         return memory[:size].view(*shape)
 
     def features(self, name: str, x: Tensor, relu: bool) -> Tensor:
-        """Copy queries or keys, and apply the feature map.
+        """Copy queries or keys to the memory with the given name, apply the feature map, and return the copy.
 
         Args:
             name: name of the memory for the copy.
-            x: queries or keys.
-            relu: whether the feature map is ``relu(x) + 1e-6``; otherwise, ``x`` has been mapped.
+            x: queries or keys, in any shape.
+            relu: whether to apply the feature map ``relu(x) + 1e-6``; False if ``x`` is already mapped.
         """
         space = self.take(name, x.shape)
         return torch.clamp_min(x, 0, out=space).add_(FEATURE_MAP_FLOOR) if relu else space.copy_(x)
@@ -101,11 +103,13 @@ class _Workspace:
 def _write_gradient(target: Tensor, result: Tensor, source: Tensor | None) -> None:
     """Write the gradient of queries, keys or values to a view, after the backward pass of the feature map, if there is one.
 
+    The feature map is ``relu(x) + 1e-6``. As for torch's relu, the gradient is zero where x is at most zero, and ``result``
+    elsewhere, also where x is NaN.
+
     Args:
         target: view that is overwritten.
         result: gradient of the mapped features, or of the values, in the shape of ``target``.
-        source: queries or keys before the feature map ``relu(x) + 1e-6``. The gradient is zero where they are at most zero, as
-            that of torch's relu; at NaN, it is ``result``. None if there is no feature map.
+        source: queries or keys x before the feature map, in the shape of ``target``; None if there is no feature map.
     """
     if source is None:
         target.copy_(result)
@@ -114,7 +118,10 @@ def _write_gradient(target: Tensor, result: Tensor, source: Tensor | None) -> No
 
 
 class ParallelParts(NamedTuple):
-    """Parallel form of attention: its definition (:meth:`at_once`), and the same computed in parts, with its gradients.
+    """Parallel form of attention, from products of all token pairs, as one computation or in parts.
+
+    :meth:`at_once` is differentiable. :meth:`in_parts` computes the same outputs for a few batch rows or heads at a time, and
+    :meth:`gradients` computes their gradients.
 
     Attributes:
         weighting: causality and normalization of the attention weights.
@@ -129,7 +136,7 @@ class ParallelParts(NamedTuple):
     relu: bool
 
     def at_once(self, q: Tensor, k: Tensor, v: Tensor, coefficients: Tensor) -> Tensor:
-        """Compute outputs ``[B, N, H, V]`` with differentiable functions of torch; see :meth:`in_parts`."""
+        """Compute outputs ``[B, N, H, V]`` with differentiable torch functions, from the arguments of :meth:`in_parts`."""
         weighting = self.weighting
         if self.relu:
             q, k = rectify(q), rectify(k)
@@ -179,14 +186,14 @@ class ParallelParts(NamedTuple):
         return _divide(len(q), q.shape[2], rows_in_part(q, q.shape[1] * k.shape[1]))
 
     def _products(self, q: Tensor, k: Tensor, space: _Workspace) -> Tensor:
-        """Compute the products ``[P, N, J]`` of queries ``[P, N, K]`` and keys ``[P, J, K]``.
+        """Compute the products ``[P, N, J]`` of the queries and keys of a part with P heads, counted over its batch rows.
 
         Products of pairs whose query must not attend to the key are zero.
 
         Args:
-            q: queries of one part.
-            k: keys of one part.
-            space: workspace; the result is in its memory ``"products"``.
+            q: queries of the part, ``[P, N, K]``.
+            k: keys of the part, ``[P, J, K]``.
+            space: workspace, in whose memory ``"products"`` the result lies.
         """
         products = space.take("products", (*q.shape[:2], k.shape[1]))
         return self._hide(torch.bmm(q, k.transpose(1, 2), out=products))
@@ -207,7 +214,7 @@ class ParallelParts(NamedTuple):
         return self._hide(out)
 
     def _hide(self, x: Tensor) -> Tensor:
-        """Set the entries ``[..., N, J]`` of pairs whose query must not attend to the key to zero, in place."""
+        """Zero the entries of ``x``, ``[..., N, J]``, for pairs whose query must not attend to the key, in place."""
         return hide_pairs(x, self.weighting.causal, self.queries, self.keys, inplace=True)
 
     def gradients(
@@ -219,12 +226,17 @@ class ParallelParts(NamedTuple):
 
             dv = W^T (do / t)        dW = (do / t) v^T - (do / t) . o        dm = dW * (q k^T)        d(q k^T) = dW * m
 
+        Without normalization, the scale takes the place of ``1 / t``, and the term with ``o`` is left out.
+
         Args:
-            needed: for each tensor, whether its gradient is needed. The others are None.
+            needed: for each tensor, whether its gradient is needed.
             gradient: gradient of the outputs, ``[B, N, H, V]``.
             tensors: queries, keys, values and coefficients.
             out: outputs of :meth:`in_parts`; ignored without normalization.
-            totals: sums of the weights of each query plus eps.
+            totals: sum of each query's weights plus eps, ``[B, N, H, 1]``; ignored without normalization.
+
+        Returns:
+            Gradient of each tensor; None for each one that is not needed.
         """
         q, k, v, coefficients = tensors
         space, scale = _Workspace(q), self.weighting.scale
@@ -234,7 +246,15 @@ class ParallelParts(NamedTuple):
         of_coefficients = torch.zeros_like(coefficients) if needed[3] else None
 
         def write(part: _RowsAndHeads, of_x: Tensor | None, left: Tensor, right: Tensor, source: Tensor | None) -> None:
-            """Write a product of matrices to a part of a gradient, if it is needed; see :func:`_write_gradient`."""
+            """Write the matrix product of ``left`` and ``right`` to one part of the gradient ``of_x``.
+
+            Args:
+                part: batch rows and heads to write.
+                of_x: gradient of queries, keys or values; None if it is not needed.
+                left: left matrices, one for each row and head of the part.
+                right: right matrices, one for each row and head of the part.
+                source: queries or keys before the feature map, whose backward pass is applied too; None for values.
+            """
             if of_x is not None:
                 target = part.of(of_x)
                 result = space.take("result", target.shape)
@@ -273,10 +293,12 @@ class ParallelParts(NamedTuple):
 
 
 def _add_products(of_coefficients: Tensor, products: Tensor, of_weights: Tensor) -> None:
-    """Add the gradient of the coefficients of a part. ``products`` is overwritten if the part has several rows or heads.
+    """Add the contribution of one part to the gradient of the mixing coefficients, in place.
+
+    ``products`` is overwritten if several rows or heads of the part share a coefficient.
 
     Args:
-        of_coefficients: gradient of the coefficients, ``[N, J]`` or ``[heads, N, J]``.
+        of_coefficients: gradient of the coefficients, ``[N, J]`` or ``[heads, N, J]``; the contribution is added to it.
         products: products of queries and keys, ``[P, N, J]``.
         of_weights: gradients of the weights, ``[P, N, J]``.
     """

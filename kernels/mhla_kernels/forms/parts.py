@@ -14,11 +14,10 @@ PART = 2 * 2**20
 
 
 def in_parts(run: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: int) -> Tensor:
-    """Call a function for one part of the batch after another on a CPU, and concatenate the results.
+    """Call a function for a few batch rows at a time on a CPU, and concatenate the results.
 
-    Parts are chosen such that the intermediate values of one part fit into the cache of a core.
-
-    On other devices, and while a graph is recorded, the function is called once for the complete batch.
+    The number of rows is chosen so that their intermediate values fit into the cache of a core. On other devices, and while a
+    graph is recorded, the function is called once for the complete batch.
 
     Args:
         run: function of the tensors, whose result has the batch as axis 0.
@@ -33,7 +32,7 @@ def in_parts(run: Callable[..., Tensor], tensors: Sequence[Tensor], numbers: int
 
 
 def rows_in_part(x: Tensor, numbers: int) -> int:
-    """Return the number of batch rows that fit into a part, at least 1.
+    """Return the number of batch rows whose intermediate values fit into 2 MiB (about a core's cache), at least 1.
 
     Args:
         x: tensor with the dtype of the intermediate values.

@@ -1,6 +1,6 @@
 """Reference form of attention: the ``N x J`` matrix of weights, by definition, for tests and analysis.
 
-Memory grows with N times J, the number of keys. In self-attention, J is N.
+Memory grows with the number of queries N times the number of keys J. In self-attention, J is N.
 """
 
 from __future__ import annotations

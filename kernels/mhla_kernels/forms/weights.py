@@ -1,4 +1,4 @@
-"""Weights of token pairs by blocks, and masking in causal and block-causal attention and between packed sequences."""
+"""Weighting of token pairs by the coefficients of their blocks, and masking of later keys and of other packed sequences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from mhla_kernels.problem import Causal
 
 
 def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-    """Set the scores of keys that a query must not attend to, because they are later, to zero.
+    """Set to zero the scores of keys that are later than the query, which the query must not attend to.
 
     Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
 
@@ -48,9 +48,10 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
 
 
 def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
-    """Set the entries of token pairs whose query must not attend to the key to zero.
+    """Set to zero the entries of token pairs whose query must not attend to the key.
 
-    These are pairs with a later key, as for :func:`hide_later`, and pairs of different packed sequences.
+    These are pairs whose key is later than the query, as for :func:`hide_later`, and pairs of tokens from different packed
+    sequences.
 
     Args:
         x: values of pairs of N queries and J keys, ``[..., N, J]``.
@@ -68,9 +69,9 @@ def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlock
 def weigh(products: Tensor, pairs: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks) -> Tensor:
     """Multiply the products of token pairs by their mixing coefficients, and hide pairs whose query must not attend to the key.
 
-    Later keys, and keys of a different packed sequence, are hidden before and after the multiplication. Before, because zero
-    times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. After, so that no
-    gradient reaches hidden keys, not even one that overflowed.
+    Later keys, and keys of a different packed sequence, are hidden twice. They are hidden before the multiplication, because
+    zero times a product that overflowed would be NaN, in the weights and in the gradient of the coefficients. They are hidden
+    again after the multiplication, so that no gradient reaches them, not even one that overflowed.
 
     Args:
         products: products of N queries and J keys, ``[B, H, N, J]``.

@@ -29,7 +29,7 @@ Rows = slice | Tensor
 
 
 class BlockShares(Protocol):
-    """Protocol of objects that assign the blocks of a sequence to several processes, each of which holds a range of blocks."""
+    """Protocol for an assignment of a sequence's blocks to several processes, each of which holds a range of blocks."""
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -131,7 +131,8 @@ class Mixing(ABC):
         """Return the coefficients as a matrix ``[M, M]``, or as one matrix for each head, ``[H, M, M]``.
 
         Args:
-            blocks: required number of blocks. M may be larger. It is smaller only if the coefficients cover fewer blocks.
+            blocks: required number of blocks. M may be larger than this. M is smaller only if the coefficients cover fewer
+                blocks.
         """
 
     def own(self, index: slice | Tensor | Sequence[int], blocks: int) -> Tensor:
@@ -139,7 +140,7 @@ class Mixing(ABC):
 
         Args:
             index: indices i of the blocks, as a slice, a tensor or a list.
-            blocks: exclusive upper bound of the indices.
+            blocks: exclusive upper bound on the indices.
 
         Returns:
             ``[n]`` or ``[H, n]`` for n indices. The last axis has length 1 if all blocks have the same coefficient.

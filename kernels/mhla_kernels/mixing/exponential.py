@@ -157,7 +157,7 @@ class ExponentialMixing(Mixing):
         return self.amplitude.sum(-1, keepdim=True)
 
     def _per_head(self) -> tuple[Tensor, Tensor]:
-        """Return amplitudes and decays with heads as axis 0, which has length 1 if all heads share them."""
+        """Return amplitudes, ``[H or 1, R]``, and decays, ``[H or 1, R]`` or ``[H or 1, R, A]`` for a grid of A axes."""
         return (self.amplitude, self.decay) if self.heads else (self.amplitude[None], self.decay[None])
 
     @override
@@ -305,8 +305,8 @@ class ExponentialMixing(Mixing):
             form: attention algorithm, such as ``"chunked"``.
 
         Returns:
-            The name of the kernels, and the tensors. These are ``"exponential"`` with the amplitudes and the decays for the
-            causal chunked form, otherwise ``"dense"`` with one matrix.
+            Name of the kernels, and tensors that they read. For the causal chunked form, ``"exponential"`` with the amplitudes
+            and the decays, ``[H or 1, R]`` each. Otherwise, ``"dense"`` with one matrix, ``[H or 1, M, M]``.
         """
         if not causal or form != "chunked":
             return super().fused(blocks, causal, form)
@@ -316,8 +316,11 @@ class ExponentialMixing(Mixing):
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
         """Estimate the number of summaries that are added up to mix one block.
 
+        The result is M, the number of blocks, if the fused kernels apply the coefficients as a matrix, as they do in
+        bidirectional attention.
+
         Args:
-            blocks: number of blocks M. The result is M if the coefficients are applied as a matrix.
+            blocks: number of blocks M.
             causal: whether the attention is causal.
             fused: whether the fused Triton kernels do the mixing.
         """
@@ -392,7 +395,7 @@ def _check_decay(decay: Tensor) -> None:
 
 
 def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Tensor:
-    """Add up the running sums of P processes, each decayed over the blocks between the sum's process and this one.
+    """Add up the running sums of P processes, each decayed over the blocks between its process and the current process.
 
     Every process must take part in the collective operation of the backward pass. Therefore a process that does not contribute
     gets weight zero, instead of being left out.
@@ -400,7 +403,7 @@ def _faded(sums_BHPRW: Tensor, decay: Tensor, gaps: Sequence[int | None]) -> Ten
     Args:
         sums_BHPRW: R running sums over the blocks of each process, with W numbers each, ``[B, H, P, R, W]``.
         decay: decay per block, ``[H or 1, R]``.
-        gaps: number of blocks between each process and this one; None for a process that does not contribute.
+        gaps: number of blocks between each process and the current one; None for a process that does not contribute.
 
     Returns:
         Decayed total, ``[B, H, R, W]``.

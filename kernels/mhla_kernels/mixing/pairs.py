@@ -14,14 +14,14 @@ from torch import Tensor
 class BlockPairs(NamedTuple):
     """Query blocks and key blocks between which cross-attention needs mixing coefficients.
 
-    Packed sequences are in one list of blocks on each side. Coefficients between blocks of different sequences are not used, so
-    a mixing may return any finite numbers for them.
+    On each side, the blocks of all packed sequences form one list. Coefficients between blocks of different sequences are not
+    used, so a :class:`mhla_kernels.mixing.Mixing` may return any finite numbers for them.
 
     Attributes:
         query_blocks: number of query blocks Mq, in all sequences together.
         key_blocks: number of key blocks Mk, in all sequences together.
-        stretch: number of key blocks per query block: ``Mk / Mq`` of the sequence. For packed sequences, ``[Mq]``: the number
-            for the sequence of each query block.
+        stretch: number of key blocks per query block, ``Mk / Mq``. For packed sequences, a tensor ``[Mq]`` with this ratio for
+            the sequence of each query block.
         query_index: ``[Mq]`` int64, index of each query block within its packed sequence; None if the row is one sequence.
         key_index: ``[Mk]`` int64, index of each key block within its packed sequence; None if the row is one sequence.
     """
@@ -33,7 +33,7 @@ class BlockPairs(NamedTuple):
     key_index: Tensor | None = None
 
     def distance(self, like: Tensor) -> Tensor:
-        """Compute the distances between the centers of query blocks and key blocks, ``[Mq, Mk]``, in key blocks.
+        """Compute the distances between the centers of query blocks and key blocks, ``[Mq, Mk]``, in units of key blocks.
 
         Both sequences cover the same axis. The center of query block i is at ``(i + 1/2) Mk / Mq``, and the center of key block
         j is at ``j + 1/2``. With as many query blocks as key blocks, the distance is ``|i - j|``.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def _axis_weights(old: int, new: int, device: torch.device) -> Tensor:
-    """Return weights ``[new, old]`` that resize an axis from ``old`` to ``new`` blocks by linear interpolation.
+    """Return float64 weights ``[new, old]`` that resize an axis from ``old`` to ``new`` blocks by linear interpolation.
 
     The interpolation is between block centers. If there are fewer new blocks than old ones, each row of weights is a triangle
     filter that averages several old blocks.
@@ -86,7 +86,7 @@ def extend_mixing(mixing: Tensor, blocks: int, tail: Literal["exponential", "las
         the diagonal.
 
     Raises:
-        ValueError: if the shape is wrong, ``blocks`` is below 1, or ``tail`` is unknown.
+        ValueError: if the shape is wrong, ``blocks`` is not a positive integer, or ``tail`` is unknown.
         TypeError: if ``mixing`` is not a tensor.
     """
     if not isinstance(mixing, Tensor):

@@ -70,7 +70,7 @@ def mhla_sequence_parallel(
         q: queries of this process's n tokens, ``[B, n, H, Dk]``. With ``normalize``, nonnegative after the feature map.
         k: keys, ``[B, n, Hkv, Dk]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, n, Hkv, Dv]``.
-        mixing: coefficients for the complete sequence, the same on every process.
+        mixing: coefficients for the complete sequence, as for :func:`mhla_kernels.mhla_attention`, the same on every process.
         group: the processes in the order of their tokens: a process group, or a device mesh with one dimension, such as
             ``mesh["sequence"]``.
         tokens: number of tokens of the complete sequence, N.

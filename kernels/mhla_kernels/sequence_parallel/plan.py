@@ -84,8 +84,8 @@ class Traffic:
 
     Attributes:
         summaries: number of bytes if the processes exchange block summaries, or running sums of them.
-        tokens: number of bytes if the processes exchange keys and values; None for exponential mixing over a sequence, which
-            only exchanges running sums.
+        tokens: number of bytes if the processes exchange keys and values; None for exponential mixing over a sequence, in
+            which case they exchange only running sums.
     """
 
     summaries: int
@@ -119,12 +119,12 @@ def traffic(
     Args:
         batch: batch size B.
         tokens: number of tokens N.
-        heads: number of query heads H. Each has block summaries of its own, also where several share a key head.
+        heads: number of query heads H. Each has its own block summaries, even if several query heads share a key head.
         key_width: width of a key, Dk.
         value_width: width of a value, Dv.
         blocks: number of blocks M.
         processes: number of processes P, among which the sequence is divided equally.
-        key_value_heads: number of heads of keys and values; None for as many as there are heads.
+        key_value_heads: number of heads of keys and values; None if it equals ``heads``.
         terms: number of terms of exponential mixing over a sequence, for which the processes exchange running sums; None for
             dense mixing and for exponential mixing over a grid.
         causal: whether the attention is causal.

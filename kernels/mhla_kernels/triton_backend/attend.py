@@ -443,9 +443,10 @@ def attend(
         operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
             DK, where dO is the gradient of the outputs.
         row_tokens: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
-        mixed: mixed block summaries, float32; None in the parallel form.
-        running: for each piece of a block, the summary of the pieces before it (after it for DV and DK); None if blocks are not
-            divided into pieces.
+        mixed: mixed summaries of M blocks, ``[B * H, M, K * V + K]`` float32; in the spanning form, T running sums for each of
+            M chunks, ``[B * H * T, M, K * V + K]``. None in the parallel form.
+        running: for each piece of a block, the summary of the pieces before it (after it for DV and DK),
+            ``[B * H, M * pieces, K * V + K]`` float32; None if blocks are not divided into pieces.
         weights: ``1 / n_t`` and the gradient of n_t, ``[B * H, N]`` float32 each. DQ writes them, and DV and DK read them. None
             without normalizer and for OUT.
         own_gradient: whether to compute the gradient of coefficients as well.

@@ -116,7 +116,7 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call whose tokens form pairs with the tokens of this call: itself or, in cross-attention, that of the other side."""
+        """Call whose tokens form pairs with the tokens of this one: itself, or the other side's call in cross-attention."""
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
 
@@ -152,7 +152,7 @@ class Call:
 
     @property
     def isolates_sequences(self) -> bool:
-        """Whether infinite and NaN summaries of a packed sequence must not reach other sequences."""
+        """Whether the kernels keep infinite and NaN summaries of a packed sequence from reaching other sequences."""
         return False
 
     @property
@@ -161,7 +161,9 @@ class Call:
         return chip_of(self.q.device)
 
     def schedule(self, tiles: config.Tiles) -> dict[str, int]:
-        """Return the launch options (warps, stages, registers) of a kernel on this call's device.
+        """Return the options for launching a kernel on this call's device, as keyword arguments.
+
+        The options are the number of warps, the number of stages and, except on Hopper, the limit on registers per thread.
 
         Args:
             tiles: tile sizes, number of warps and number of stages of the kernel.

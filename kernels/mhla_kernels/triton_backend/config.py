@@ -47,7 +47,7 @@ def overlaps_chained_products(chip: int) -> bool:
     """Return whether the installed Triton miscompiles pipelined loops with chained matrix products on a GPU.
 
     On datacenter Blackwell, Triton before 3.9 puts products that share an accumulator into different stages of a loop
-    (triton-lang/triton #10821, fixed by #10988). Kernels run such loops with a single stage there.
+    (triton-lang/triton #10821, fixed by #10988). On these GPUs, kernels run such loops with a single stage.
 
     Args:
         chip: compute capability of the GPU times ten.
@@ -56,10 +56,10 @@ def overlaps_chained_products(chip: int) -> bool:
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:
-    """Return the launch option that raises the register limit of a kernel; an empty dict on Hopper.
+    """Return the launch option that raises a kernel's limit of registers per thread; an empty dict on Hopper.
 
-    On other GPUs, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes. This
-    option gives a thread block the complete register file.
+    On other GPUs, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes. The
+    option ``maxnreg`` raises the limit to 255 or, for more than eight warps, to an equal share of the 65536 registers.
 
     Args:
         chip: compute capability of the GPU times ten.
@@ -83,10 +83,10 @@ class AttendTiles(Tiles):
     Such kernels compute the outputs, the gradients of q, k and v, or the gradient of the mixing coefficients.
 
     Attributes:
-        rows: number of tokens along the rows of a score tile.
-        columns: number of tokens along the columns of a score tile, which are loaded at once.
+        rows: number of rows of a score tile, each of which belongs to one token.
+        columns: number of columns of a score tile, each of which belongs to one token. These tokens are loaded at once.
         slice: number of features that a matrix product sums over at once.
-        outputs: number of output features of a tile; 0 for a kernel without outputs.
+        outputs: number of output features that one program computes; 0 for the gradient of the mixing coefficients.
     """
 
     rows: int
@@ -118,7 +118,7 @@ def attend_tiles(
         dtype: dtype of the operands, float32 or bfloat16.
         x_width: number of features that the scores sum over.
         out_width: number of features of the result.
-        full_width: whether one program must compute all output features, as it must for the gradient of q with a normalizer.
+        full_width: whether one program must compute all output features, as for the gradient of q with a normalizer.
         chip: compute capability of the GPU times ten.
         summaries: whether the kernel reads block summaries.
         pairs: whether the kernel scores token pairs.
@@ -152,7 +152,7 @@ def _hopper_tiles(x_width: int, outputs: int, summaries: bool, pairs: bool, matr
     """Choose the tiles of :func:`attend_tiles` for bfloat16 and up to 128 output features on Hopper.
 
     The tiles are the fastest ones that ``benchmarks.tiles`` measured on an H200. Four warps compute the 64 rows of one Hopper
-    matrix product. With eight warps, forward and backward pass together take 1.4 to 2.1 times as long.
+    matrix product. With eight warps, the forward and backward passes together take 1.4 to 2.1 times as long.
 
     Args:
         x_width: number of features that the scores sum over, a power of two.
@@ -225,9 +225,9 @@ class MixTiles(Tiles):
     """Tile sizes of the Triton kernel that mixes block summaries by a matrix.
 
     Attributes:
-        rows: number of query blocks in a tile.
-        columns: number of summary entries in a tile.
+        rows: number of query blocks in a tile of mixed summaries.
         terms: number of key blocks that are summed over at a time.
+        columns: number of summary entries in a tile of mixed summaries.
     """
 
     rows: int
@@ -236,13 +236,13 @@ class MixTiles(Tiles):
 
 
 def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
-    """Choose the tile sizes of the kernels that mix block summaries by a matrix and compute the gradient of this matrix.
+    """Choose the tile sizes of the Triton kernel that mixes block summaries by a matrix of coefficients.
 
-    The number of rows grows with the number of blocks. It changes above 32 blocks and, on Hopper in bfloat16, above 64 blocks.
+    Tiles have more rows above 32 blocks and, on Hopper in bfloat16, again above 64 blocks.
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
-        blocks: number of blocks.
+        blocks: number of blocks; in cross-attention, the larger of the numbers of query blocks and key blocks.
         chip: compute capability of the GPU times ten.
     """
     has_few_blocks = blocks <= 32
@@ -259,8 +259,8 @@ def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
 def mixing_gradient_parts(tiles: int, width: int) -> int:
     """Return the number of parts into which the kernel for the gradient of mixing coefficients splits its sum.
 
-    The sum is over the entries of a block summary. There are enough parts to fill a GPU with programs, but each part has at
-    least 1024 entries.
+    The sum is over the entries of a block summary. The number is large enough to fill a GPU with programs, unless parts would
+    then have fewer than 1024 entries.
 
     Args:
         tiles: number of programs without the split.
@@ -287,7 +287,7 @@ def mixing_gradient_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixingG
 
     Args:
         dtype: dtype of the operands, float32 or bfloat16.
-        blocks: number of blocks.
+        blocks: number of blocks; in cross-attention, the larger of the numbers of query blocks and key blocks.
         chip: compute capability of the GPU times ten.
     """
     columns = 64 if chip in (HOPPER, 100) else 32
@@ -300,11 +300,11 @@ def mixing_gradient_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixingG
 
 @dataclass(frozen=True, kw_only=True)
 class ScanTiles(Tiles):
-    """Tile sizes of the Triton kernels for exponential mixing, which keep running sums over the blocks.
+    """Tile sizes of the Triton kernels that keep a running sum over the blocks for each term of exponential mixing.
 
     Attributes:
+        terms: number of terms, rounded up to a power of two.
         columns: number of summary entries in a tile.
-        terms: number of running sums, padded to a power of two.
     """
 
     terms: int
@@ -312,11 +312,11 @@ class ScanTiles(Tiles):
 
 
 def scan_tiles(terms: int, sums: int = 1) -> ScanTiles:
-    """Choose the tile sizes of the Triton kernels for exponential mixing with ``terms`` exponential terms.
+    """Choose the tile sizes of the Triton kernels that keep running sums over the blocks, as in exponential mixing.
 
     Args:
-        terms: number of terms.
-        sums: number of running sums that a kernel keeps for each term and entry.
+        terms: number of exponentials that are added to form a mixing coefficient.
+        sums: number of running sums that a kernel keeps for each exponential and each entry of a block summary.
     """
     padded = 1 << (terms - 1).bit_length()
     return ScanTiles(terms=padded, columns=max(64, min(1024, 4096 // (padded * sums))), stages=2)

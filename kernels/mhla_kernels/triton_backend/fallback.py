@@ -69,8 +69,8 @@ def differentiate(
     """Compute the gradients of a function of tensors by autograd, inside the backward pass of a registered operator.
 
     Args:
-        run: function of all tensors.
-        tensors: its arguments.
+        run: function that computes one tensor from ``tensors``.
+        tensors: arguments of ``run``.
         requires_grad: for each tensor, whether its gradient is wanted.
         gradient: gradient of the result of ``run``.
 

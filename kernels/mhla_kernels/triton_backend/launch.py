@@ -24,7 +24,7 @@ def forward(call: Call, keys: Call) -> Tensor:
     Args:
         call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
             queries as rows.
-        keys: ``call`` again. In cross-attention, the call with keys as rows.
+        keys: the same object as ``call``; in cross-attention, the call with keys as rows.
     """
     if call.terms:
         return spanning.forward(call)
@@ -46,7 +46,7 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
     Args:
         call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
             queries as rows.
-        keys: ``call`` again. In cross-attention, the call with keys as rows.
+        keys: the same object as ``call``; in cross-attention, the call with keys as rows.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
@@ -103,7 +103,7 @@ def sum_rows(gradient: Tensor, call: Call) -> Tensor:
         call: arguments of the attention operator, which include the coefficients.
 
     Returns:
-        ``[H, ...]``, or ``[1, ...]`` for shared coefficients.
+        Summed gradient, ``[H, ...]``, or ``[1, ...]`` for shared coefficients.
     """
     gradient = gradient.unflatten(0, (-1, call.heads)).sum(0)
     return gradient.sum(0, keepdim=True) if call.coefficients[0].shape[0] == 1 else gradient

@@ -45,12 +45,15 @@ def mix_kernel(
 
     A block summary is a sum over the tokens of the block, for example of key-value products.
 
-    With ``CAUSAL`` the sum is over ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is over ``b <= i``. With ``TRANSPOSED`` the
-    coefficient is ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. ``table`` holds the row (with
-    ``TRANSPOSED``, the column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds
-    the column (row) of each block b. In self-attention, both are the same table. With ``ISOLATED``, infinite and NaN summaries
-    make only mixtures of their own sequence NaN. ``summary`` is ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is
-    ``[B * H, blocks, WIDTH]``. Grid: ``(B * H * tiles of blocks, parts of WIDTH)``.
+    With ``CAUSAL``, the sum is over ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is over ``b <= i``. With ``TRANSPOSED``, the
+    coefficient is ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. With ``ISOLATED``, infinite and NaN
+    summaries make only mixtures of their own sequence NaN.
+
+    ``mixing`` is a float32 matrix of coefficients for each head. ``table`` holds the row (with ``TRANSPOSED``, the column) of
+    each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (with
+    ``TRANSPOSED``, the row) of each block b. In self-attention, both are the same table. ``summary`` is
+    ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``, both float32. Grid:
+    ``(B * H * tiles of blocks, parts of WIDTH)``.
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -134,7 +137,8 @@ def mixing_gradient_kernel(
     self-attention, both are the same table.
 
     ``gradient`` (of the mixed summaries) is ``[B * H, blocks, WIDTH]`` float32, and ``summary`` is ``[B * H, column_blocks,
-    WIDTH]``. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32; the caller sums the parts. Grid:
+    WIDTH]`` float32. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32, where ``size`` and ``column_size``
+    are the numbers of rows and columns of the matrix of coefficients; the caller sums the parts. Grid:
     ``(B * H * tiles of i, tiles of b, parts of WIDTH)``.
     """
     tiles = tl.cdiv(size, ROWS)
@@ -184,13 +188,13 @@ class DenseMixer:
         """Compute weighted sums of block summaries, with the matrix of mixing coefficients as weights.
 
         Args:
-            call: arguments of the attention operator, which include the matrix. In cross-attention, the side whose blocks read
-                the summaries.
+            call: arguments of the attention operator, which include the matrix. In cross-attention, those of the side whose
+                blocks read the summaries.
             summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
             transposed: whether to use the transposed matrix, as the backward pass does.
 
         Returns:
-            Mixed summaries, ``[B * H, M, W]`` for the M blocks of ``call``.
+            Mixed summaries, ``[B * H, M, W]`` float32. In cross-attention, M here is the number of blocks of ``call``.
         """
         _, column_blocks, width = summary.shape
         blocks = call.tables.blocks
@@ -235,7 +239,8 @@ class DenseMixer:
             summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
-            A list with the gradient for each batch row and head, ``[B * H, M, M]`` (``[B * H, Mq, Mk]`` in cross-attention).
+            A list with one float32 tensor, the gradient for each batch row and head, ``[B * H, M, M]`` (``[B * H, Mq, Mk]`` in
+            cross-attention).
         """
         size, column_size = call.coefficients[0].shape[1:]
         _, column_blocks, width = summary.shape

@@ -31,14 +31,14 @@ class TritonMixer(Protocol):
             transposed: whether to use the transposed coefficients, as the backward pass does.
 
         Returns:
-            Mixed summaries, ``[B * H, M, W]``.
+            Mixed summaries, ``[B * H, M, W]`` float32.
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
         """Convert coefficient tensors to an instance of :class:`Mixing`, which the PyTorch algorithms take."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return a tensor with the coefficient of each pair of blocks, and its strides along heads, query and key blocks.
+        """Return a tensor with the coefficients of pairs of blocks, and its strides along heads, query blocks and key blocks.
 
         A kernel weights the product of a query in block i and a key in block b by the coefficient of (i, b). The parallel form
         of attention does so for all pairs of blocks, the causal chunked form only for ``b = i``.
@@ -53,7 +53,7 @@ class TritonMixer(Protocol):
             summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
 
         Returns:
-            Gradient of each coefficient tensor for each batch row and head, ``[B * H, ...]``.
+            A list with the gradient of each coefficient tensor, for each batch row and head, ``[B * H, ...]``.
         """
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:

@@ -35,7 +35,11 @@ SCHEMA_TYPES: dict[Any, str] = {
 
 
 def make_schema(arguments: Any) -> str:
-    """Return the parameter list of an operator's schema, with one parameter for each field of the named tuple class."""
+    """Return the parameter list of the schema of an operator of torch, such as ``"Tensor q, Tensor k, bool causal"``.
+
+    Args:
+        arguments: named tuple class whose fields become the parameters, in order, with their types and default values.
+    """
     defaults = arguments._field_defaults
     return ", ".join(
         f"{SCHEMA_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")
@@ -50,7 +54,7 @@ def register_attention(
     fallback: Callable[[Any], Tensor],
     operations: Callable[[Any], int],
 ) -> None:
-    """Register a form of attention as the operators ``torch.ops.mhla.{name}`` and ``torch.ops.mhla.{name}_backward``.
+    """Register self- or cross-attention as the operators ``torch.ops.mhla.{name}`` and ``torch.ops.mhla.{name}_backward``.
 
     The parameters of the first operator are the fields of ``arguments_class``. It returns the outputs, ``[B, Nq, H, V]``,
     contiguous. The second one takes the gradient of the outputs and four flags (whether to compute the gradient of q, of k, of
@@ -153,12 +157,12 @@ def register_attention(
 
 
 def _no_missing(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> list[Tensor]:
-    """Return one gradient for each input, with an empty tensor in place of every gradient that was not computed.
+    """Return one contiguous gradient for each input, with an empty tensor in place of every gradient that was not computed.
 
     A registered operator cannot return None for a tensor.
 
     Args:
-        gradients: gradients of the inputs, None if not computed. The list may be shorter than ``inputs``.
+        gradients: gradients of the inputs, None if not computed. The gradients of the last inputs may be left out.
         inputs: inputs of the operator.
     """
     every = [*gradients, *[None] * (len(inputs) - len(gradients))]

@@ -44,10 +44,11 @@ def products(
 ):
     """Compute the dot product of each token of tile a with each token of tile b, ``[ROWS, COLUMNS]`` float32.
 
-    The tiles are ``ROWS`` and ``COLUMNS`` tokens, with the indices ``a_rows`` and ``b_rows``. Tokens that are not visible count
-    as zero. A base is the address of feature 0 of token 0, strides with ``n`` are between tokens, those with ``d`` between
-    features. Of the ``WIDTH`` features, ``SLICE`` are loaded at a time. With ``RELU``, the feature map (ReLU plus a small
-    constant) is applied to both tiles first.
+    Tile a holds the ``ROWS`` tokens with the indices ``a_rows``, and tile b the ``COLUMNS`` tokens with the indices ``b_rows``.
+    Tokens for which ``a_visible`` or ``b_visible`` is False count as zero. ``a_base`` and ``b_base`` are the addresses of
+    feature 0 of token 0. Strides whose names end in ``n`` are between tokens, and those that end in ``d`` are between features.
+    Of the ``WIDTH`` features, ``SLICE`` are loaded at a time. With ``RELU``, the feature map (ReLU plus a small constant) is
+    applied to both tiles first.
     """
     scores = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, WIDTH, SLICE):
@@ -77,13 +78,16 @@ def _add_block_sums(
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
 ):
-    """Sum the terms ``pairs`` of the mixing gradient for each key block and query block, and add the sums to ``total``.
+    """Sum the terms of the gradient of the mixing coefficients by key block and query block, and add the sums to ``total``.
 
-    ``pairs`` has one term for each key (row) and query (column). ``token_row`` holds the block index of each key, and
-    ``column_row`` the block index of each query. ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are
-    counted from the first one of the tile of keys. Query block i uses the column (slot) i modulo ``SPAN`` of ``total``, and
-    ``held[s]`` is the query block that slot s currently holds. The new ``total`` is also written to memory at the address
-    ``gradient``, where the layout is ``[size, SPAN]``, query block by key block.
+    ``pairs`` holds one term for each key (row) and query (column). The keys have the indices ``rows`` from ``start`` on, and
+    the queries the indices ``columns`` from ``first`` on; ``end`` and ``column_end`` are the indices after the last ones.
+    ``token_row`` holds the block index of each key, and ``column_row`` the block index of each query.
+
+    ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the block of key ``start``. Query block
+    i uses column i modulo ``SPAN`` of ``total``, called its slot, and ``held[s]`` is the query block that slot s currently
+    holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is ``[size, SPAN]``, query
+    block by key block.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -163,12 +167,14 @@ def pair_gradient_kernel(
 ):
     """Compute the part of the gradient of the mixing coefficients that is due to one tile of ``ROWS`` keys.
 
-    The part is a sum over the pairs of a key of the tile and a query that attends to it. ``mixing_gradient`` is
+    The part is a sum over the pairs of a key of the tile and a query that attends to this key. ``mixing_gradient`` is
     ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
-    counted from the first one of the tile, which has at most ``SPAN`` of them. ``token_row`` holds the block index of each key,
-    and ``column_row`` the block index of each query. In self-attention, both are the same table. With ``CHUNKS``, only pairs
-    inside a chunk (a group of several consecutive blocks) count. The lookup table ``table`` then has a column with the bounds
-    of each chunk, and a chunk has ``tiles`` tiles. Grid: ``(B * H * tiles_of_row,)``.
+    counted from the first block of the tile, which overlaps at most ``SPAN`` blocks.
+
+    ``token_row`` holds the block index of each key, and ``column_row`` the block index of each query. In self-attention, both
+    are the same table. With ``CHUNKS``, only pairs inside a chunk (a group of several consecutive blocks) count. The lookup
+    table ``table`` then has a column with the bounds of each chunk, and a chunk has ``tiles`` tiles. Grid:
+    ``(B * H * tiles_of_row,)``.
     """
     tile, row = tl.program_id(0) % tiles_of_row, (tl.program_id(0) // tiles_of_row).to(tl.int64)
     batch, head = row // heads, row % heads
@@ -265,8 +271,8 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
             without normalizer.
 
     Returns:
-        ``[B * H, M, M]`` float32 for M blocks; ``[B * H, Mq, Mk]`` in cross-attention. In the spanning form, ``[B * H, G, G]``
-        for the G blocks of a chunk.
+        Gradient for each batch row and head, ``[B * H, M, M]`` float32 for M blocks, or ``[B * H, Mq, Mk]`` in
+        cross-attention. In the spanning form, ``[B * H, G, G]`` for the G blocks of a chunk.
     """
     q, k, v = call.columns.q, call.k, call.v
     tiles = config.pair_tiles(q.dtype, call.chip)

@@ -48,8 +48,8 @@ def kernel(function: Callable[..., Any]) -> Any:
     """Decorate a function as a Triton kernel that is compiled once for all sequence lengths.
 
     Triton does not specialize the kernel on the values of sizes and strides. The stride of the features is an exception: a
-    value of 1 allows wide loads. Callers pass every other stride divided by the alignment of the strides, and the alignment as
-    a constant of the kernel.
+    value of 1 allows wide loads. Callers divide the other strides of token tensors by a common divisor, and pass the divisor as
+    a constant of the kernel, so that Triton knows the alignment of the rows.
     """
     lengths = [
         name
@@ -116,7 +116,8 @@ def rectify(x):
 def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: tl.constexpr):
     """Load the features with indices ``columns`` of the tokens with indices ``rows``.
 
-    Tokens that are not ``visible`` and features from index ``width`` on are zero. With ``RELU``, the feature map (ReLU plus a
+    ``base`` is the address of feature 0 of token 0. ``stride_n`` is between tokens, and ``stride_d`` between features. Tokens
+    for which ``visible`` is False and features from index ``width`` on are zero. With ``RELU``, the feature map (ReLU plus a
     small constant) is applied to all other entries.
 
     Returns:

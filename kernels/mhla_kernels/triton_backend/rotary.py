@@ -45,12 +45,12 @@ def rotary_kernel(
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Apply the feature map and rotary position embedding to ``ROWS`` rows of a tensor, or compute the gradient of its rows.
+    """Apply the feature map and rotary position embedding to ``ROWS`` rows of a tensor, or compute the gradient of these rows.
 
     A row holds the features of one token and head. In the forward pass, ``x`` is the input. With ``BACKWARD``, ``x`` is the
-    gradient of the output, and ``raw`` is the input, whose sign decides where the rectifier passes the gradient. ``out`` is
-    contiguous. ``cos`` and ``sin`` are contiguous, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with
-    ``angle_stride_b`` = N.
+    gradient of the output, and ``raw`` is the input, whose sign decides where the ReLU passes the gradient. The result is
+    written to ``out``, which is contiguous. ``cos`` and ``sin`` are contiguous float32 tensors, ``[N, HALF]`` with
+    ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
     """
     # Rows are in the order of a contiguous [B, N, H]; all heads of a token share its angles.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -90,7 +90,7 @@ def launch_rotary(
 
     Args:
         x: queries or keys, ``[B, N, H, D]``; with ``backward``, the gradient of the output.
-        raw: queries or keys, also with ``backward``, ``[B, N, H, D]``.
+        raw: queries or keys, ``[B, N, H, D]``: the same tensor as ``x``, unless ``backward`` is set.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
@@ -98,7 +98,7 @@ def launch_rotary(
         backward: whether to compute the gradient of the input.
 
     Returns:
-        ``[B, N, H, D]``, contiguous, in the dtype of ``raw``.
+        Rotated queries or keys, or the gradient, ``[B, N, H, D]``, contiguous, in the dtype of ``raw``.
     """
     batch, tokens, heads, width = x.shape
     out = torch.empty(x.shape, dtype=raw.dtype, device=x.device)
@@ -130,7 +130,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, g
             errors are raised instead.
 
     Returns:
-        ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
+        Rotated queries or keys, ``[B, N, H, D]``, contiguous, in the dtype of ``x``.
     """
     out: Tensor = guarded(
         guard,
@@ -150,7 +150,7 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard:
 def rotary_backward(
     gradient: Tensor, x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str
 ) -> Tensor:
-    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]``; the angles get no gradient.
+    """Compute the gradient of the input ``x`` of :func:`rotary`, ``[B, N, H, D]`` contiguous; the angles get no gradient.
 
     Args:
         gradient: gradient of the output, ``[B, N, H, D]``.
@@ -198,7 +198,7 @@ def turn_fused(
     """Apply the feature map and rotary position embedding to queries or keys with one Triton kernel.
 
     Args:
-        x: queries or keys, ``[B, N, H, D]``.
+        x: queries or keys, ``[B, N, H, D]``, float32 or bfloat16.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
@@ -207,7 +207,8 @@ def turn_fused(
             later.
 
     Returns:
-        ``[B, N, H, D]``, or None if ``only_if_sound`` is set and the kernel may not be used.
+        Rotated queries or keys, ``[B, N, H, D]`` in the dtype of ``x``; None if ``only_if_sound`` is set and the kernel may not
+        be used.
     """
     guard = ""
     if only_if_sound:
@@ -253,10 +254,10 @@ def try_rotary(dtype: torch.dtype, width: int, relu: bool, interleaved: bool, de
         device: device to run on.
 
     Returns:
-        The errors.
+        Text with the relative errors of the output and of the gradient, which are within the bounds.
 
     Raises:
-        WrongNumbersError: if an error is larger than allowed for the dtype.
+        WrongNumbersError: if a numerical error is larger than allowed for the dtype.
     """
     rand = random_numbers(device)
     x, angle = (rand(2, 45, 3, width) - 0.5).to(dtype), 6 * rand(45, width // 2)

@@ -47,10 +47,12 @@ def scan_kernel(
 ):
     """Mix block summaries by exponentials of block distance: ``mixed[i]`` is a weighted sum over the earlier blocks.
 
-    With ``REVERSE``, the sum is over the later blocks, and with ``INCLUSIVE``, block i itself is added. Only blocks of the same
-    sequence are mixed. ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]``. ``amplitude`` and ``decay`` are
-    ``[H or 1, TERMS]`` float32. ``table`` gives the bounds of each block's sequence. A program mixes ``COLUMNS`` of the
-    ``WIDTH`` entries of the summaries. Grid: ``(B * H * parts)``, with one part for every ``COLUMNS`` entries.
+    The weight of block b is ``sum_r amplitude[r] exp(-decay[r] |i - b|)``. With ``REVERSE``, the sum is over the later blocks,
+    and with ``INCLUSIVE``, it includes block i itself. Only blocks of the same sequence are mixed.
+
+    ``summary`` and ``mixed`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]``
+    float32. ``table`` gives the bounds of each block's sequence. A program mixes ``COLUMNS`` of the ``WIDTH`` entries of the
+    summaries. Grid: ``(B * H * parts,)``, with one part for every ``COLUMNS`` entries.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -101,7 +103,9 @@ def scan_gradient_kernel(
 
     The entries are divided into parts of ``COLUMNS`` entries, one for each program. ``gradient`` (of the mixed summaries) and
     ``summary`` are ``[B * H, blocks, WIDTH]`` float32. ``amplitude_gradient`` and ``decay_gradient`` are
-    ``[B * H, parts, TERMS]`` float32; the caller sums the parts. Grid: ``(B * H * parts)``.
+    ``[B * H, parts, TERMS]`` float32; the caller sums the parts. ``amplitude`` and ``decay`` are ``[H or 1, TERMS]`` float32.
+    ``table`` gives the bounds of each block's sequence. With ``INCLUSIVE``, the mixture of a block includes the block itself.
+    Grid: ``(B * H * parts,)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, row = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -151,7 +155,7 @@ class ExponentialMixer:
             transposed: whether to sum over the later blocks instead, as the backward pass does.
 
         Returns:
-            Mixed summaries, ``[B * H, M, W]``.
+            Mixed summaries, ``[B * H, M, W]`` float32.
         """
         amplitude, decay = call.coefficients
         mixed = torch.empty_like(summary)

@@ -50,7 +50,7 @@ def carry_kernel(
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
     ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. A program handles ``COLUMNS``
-    numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS))``.
+    numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS),)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -84,7 +84,7 @@ def _carry(call: Call, sums: Tensor, reverse: bool = False) -> Tensor:
         reverse: whether to exchange the two directions, as the backward pass does.
 
     Returns:
-        ``sums``.
+        The tensor ``sums``.
     """
     decay, earlier = call.coefficients[3], call.terms
     if not call.causal:  # half of the terms sum over earlier chunks, the other half over later ones

@@ -222,12 +222,14 @@ def summarize(
 
 
 def are_overflowed(summary: Tensor) -> Tensor:
-    """Return a mask of blocks with an overflowed sum, which causal calls have replaced with a large finite number.
+    """Return a mask of the block summaries in which a sum has overflowed.
+
+    In causal attention, the kernels replace an overflowed sum with a large finite number, by which it is recognized here.
 
     Args:
         summary: summaries with W numbers each, ``[..., W]``.
 
     Returns:
-        ``[...]`` bool, True for blocks with an overflowed sum.
+        ``[...]`` bool, True for summaries with an overflowed sum.
     """
     return torch.linalg.vector_norm(summary, torch.inf, -1) >= _LARGEST

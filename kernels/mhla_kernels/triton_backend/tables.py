@@ -138,7 +138,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
     blocks. The last columns of the table may be unused.
 
     Args:
-        layout: partition of the tokens into blocks of at most N tokens.
+        layout: partition of the tokens into blocks, with a block size of at most N.
         bounds: index of the first token of each sequence, followed by N, ``[S + 1]`` on the device.
     """
     block_size = layout.block_size
@@ -169,7 +169,7 @@ def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
 
 
 def _rows_in_chunks(layout: TokenLayout, in_chunk: int, device: torch.device) -> Tensor:
-    """Return for each token the index of its block within its chunk of ``in_chunk`` blocks, ``[N]`` int32."""
+    """Return, for each token, the index of its block within its chunk of ``in_chunk`` consecutive blocks, ``[N]`` int32."""
     if layout.cu_seqlens is None:
         return keep(_equal_rows_in_chunks, device, layout.tokens, layout.block_size, in_chunk)
     return token_rows(device, make_tables(layout, device)) % in_chunk
@@ -180,7 +180,7 @@ def _equal_rows_in_chunks(device: torch.device, tokens: int, block_size: int, in
 
 
 def token_rows(device: torch.device, tables: BlockTables) -> Tensor:
-    """Return for each token the row of its block in the mixing matrix, ``[N]`` int32."""
+    """Return, for each token, the row of its block in the matrix of mixing coefficients, ``[N]`` int32."""
     token = torch.arange(tables.tokens, device=device, dtype=torch.int32)
     start, end = tables.table[START].contiguous(), tables.table[END]
     # unused blocks get the number of tokens as their start, so that the starts are sorted and no search ends in such a block

@@ -39,7 +39,7 @@ class Kind(NamedTuple):
         value_width: width of a value, V.
         causal: whether later tokens are hidden or, with ``block_causal``, later blocks.
         normalize: whether outputs are divided by the normalizer.
-        relu: whether the feature map is ``"relu"``.
+        relu: whether the kernels apply the feature map ``relu(x) + 1e-6``.
         masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks, or ``"packed"`` sequences.
         block_size: tokens in the largest block. It is rounded by :func:`size_class` before the kernels are compared with
@@ -77,8 +77,8 @@ def size_class(block_size: int, form: str) -> int:
     """Round a block size to one of the sizes for which Triton kernels are compared with PyTorch.
 
     Sizes are rounded up to a power of two from 16 to 4096, and larger sizes down to 4096. In the parallel and the spanning
-    form, kernels are compiled for the number of blocks that a tile of tokens overlaps, so sizes up to 4 are rounded to 1, 2 or
-    4 instead.
+    form, kernels are compiled for the number of blocks that a tile of tokens overlaps, so sizes up to 4 are rounded up to 1, 2
+    or 4 instead.
 
     Args:
         block_size: tokens in the largest block.
@@ -91,10 +91,10 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def block_counts(form: str, dtype: str, many: bool, chip: int) -> tuple[int, ...]:
-    """Return the numbers of blocks for which kernels that mix by a matrix are compared with PyTorch, in increasing order.
+    """Return the numbers of blocks with which kernels that mix by a matrix are compared with PyTorch, in increasing order.
 
-    In the chunked form, there is one for each set of tiles that these kernels use for up to 32 blocks or, with ``many``, for
-    more. The other forms have a single one.
+    In the chunked form, there is one number for each set of tile sizes that these kernels use for up to 32 blocks or, with
+    ``many``, for more than 32. In the other forms, there is a single number.
 
     Args:
         form: ``"parallel"``, ``"chunked"`` or ``"spanning"``. Only the chunked form mixes block summaries.
@@ -157,17 +157,18 @@ def make_problem(kind: Kind, device: torch.device, blocks: int = 3) -> Arguments
 def try_kernels(kind: Kind, device: torch.device) -> str:
     """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on small random problems.
 
-    There is one problem for each of :func:`block_counts`. Outputs and all gradients are compared, see :func:`compare_passes`.
+    If the coefficients are a matrix, there is one problem for each number of blocks in :func:`block_counts`, otherwise a single
+    problem. Outputs and all gradients are compared, see :func:`compare_passes`.
 
     Args:
         kind: properties of the calls that use these kernels.
         device: device to run on.
 
     Returns:
-        The errors.
+        Text with the relative errors of outputs and gradients, which are within the bounds.
 
     Raises:
-        WrongNumbersError: if an error is larger than allowed for the dtype.
+        WrongNumbersError: if a numerical error is larger than allowed for the dtype.
     """
     counts = block_counts(kind.form, kind.dtype, kind.many, chip_of(device))
     return "; ".join(
@@ -177,12 +178,18 @@ def try_kernels(kind: Kind, device: torch.device) -> str:
 
 
 def compare_problem(problem: Any, operator: Callable[..., Tensor], reference: Callable[..., Tensor]) -> str:
-    """Compare a registered attention operator with PyTorch, see :func:`compare_passes`.
+    """Compare the outputs and gradients of a registered attention operator with PyTorch in float64.
 
     Args:
-        problem: arguments of the operator, a named tuple.
+        problem: arguments of the operator, a named tuple such as :class:`Arguments`.
         operator: registered operator that runs the kernels.
-        reference: function that computes the same outputs in PyTorch, from the arguments and a dtype.
+        reference: function that computes the same outputs in PyTorch, from the named tuple and a dtype for the computation.
+
+    Returns:
+        Text with the relative errors of outputs and gradients, which are within the bounds.
+
+    Raises:
+        WrongNumbersError: if a numerical error is larger than allowed for the dtype.
     """
 
     def replaced(q: Tensor, k: Tensor, v: Tensor, *coefficients: Tensor) -> Any:
@@ -197,9 +204,9 @@ def compare_problem(problem: Any, operator: Callable[..., Tensor], reference: Ca
 
 
 def random_numbers(device: torch.device) -> Callable[..., Tensor]:
-    """Return a function that makes float32 tensors of random numbers between 0 and 1, from a fixed seed.
+    """Return a function that creates float32 tensors of uniform random numbers between 0 and 1, from a fixed seed.
 
-    The function takes the lengths of the axes as arguments.
+    The function takes the lengths of the axes as arguments. The tensors are on ``device``.
     """
     generator = torch.Generator(device).manual_seed(0)
     # not torch's default dtype
@@ -207,10 +214,10 @@ def random_numbers(device: torch.device) -> Callable[..., Tensor]:
 
 
 def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> TokenLayout:
-    """Divide the tokens of a trial into blocks, the last of which is short.
+    """Create the partition of a trial's tokens into blocks, one of which is shorter than the others if ``size`` is at least 3.
 
     Args:
-        blocks: number of blocks.
+        blocks: number of blocks in a sequence.
         size: tokens in the largest block.
         name: ``"equal"`` or ``"uneven"`` for blocks of one sequence; ``"packed"`` for equal blocks of two packed sequences, of
             which the second one is a token shorter.
@@ -229,15 +236,15 @@ def compare_passes(tensors: dict[str, Tensor], kernel: Callable[..., Tensor], re
     """Compare the outputs and all gradients of Triton kernels with results of PyTorch in float64.
 
     Args:
-        tensors: inputs, by the names that messages use for them. The dtype of the first one decides the allowed errors.
+        tensors: inputs, by the names that error messages use for them. The dtype of the first one decides the allowed errors.
         kernel: function of the inputs that runs the kernels.
         reference: function that computes the same outputs in PyTorch, from the inputs in float64.
 
     Returns:
-        The error of the outputs and the largest error of a gradient, relative to their norms.
+        Text with the error of the outputs and the largest error of a gradient, relative to their norms.
 
     Raises:
-        WrongNumbersError: if an error is larger than allowed.
+        WrongNumbersError: if a numerical error is larger than allowed for the dtype.
     """
     # float64, not float32, whose products PyTorch may compute in TF32
     expected = _differentiate(reference, [x.double() for x in tensors.values()])
@@ -258,7 +265,7 @@ def compare_passes(tensors: dict[str, Tensor], kernel: Callable[..., Tensor], re
 
 
 def _differentiate(run: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of a function, and its gradients for the random gradient of the outputs of a fixed seed."""
+    """Return the outputs of a function and the gradients of its inputs, for a gradient of the outputs from a fixed seed."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = run(*leaves)
     generator = torch.Generator(out.device).manual_seed(1)

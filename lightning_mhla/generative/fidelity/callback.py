@@ -196,7 +196,7 @@ class GenerationMetrics(SampleGrid):
         return image_set(f"the data's part {self.reference!r}", self._noting_size(batches), self.features, device)
 
     def _noting_size(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
-        """Yield batches of images, and remember the height and width of their images."""
+        """Yield batches of images ``[b, C, H, W]`` unchanged, and store their height and width in this callback."""
         for batch in batches:
             self._reference_size = batch.shape[-2:]
             yield batch
@@ -205,8 +205,9 @@ class GenerationMetrics(SampleGrid):
         """Check that precomputed reference statistics have as many features per image as the feature network computes.
 
         Args:
-            reference: features of the reference images, which are not checked, or precomputed statistics of their features.
-            module: module that generates the images. The features of a black image of the same size are counted.
+            reference: precomputed statistics of the reference images. Features computed from images need no check.
+            module: module that generates the images. Its image size determines the number of features that the network
+                computes.
 
         Raises:
             ValueError: if the numbers of features differ.
@@ -264,15 +265,15 @@ def _batches(source: SampleSource, batch_size: int, most_broken: int) -> Iterato
     """Yield up to 50,000 real images, evenly spaced in a data set, in batches. Broken images are left out.
 
     Args:
-        source: data set whose samples have an ``image`` with values from -1 to 1.
-        batch_size: number of images in a batch. Batches with broken images, and the last one, may have fewer.
+        source: data set whose samples are dicts in which ``image`` is a float tensor ``[C, S, S]`` with values from -1 to 1.
+        batch_size: number of images in a batch. Batches with broken images, and the last batch, may have fewer images.
         most_broken: maximum number of broken images.
 
     Yields:
         Batch of b images ``[b, C, S, S]`` uint8.
 
     Raises:
-        BrokenSampleError: if more images are broken.
+        BrokenSampleError: if more than ``most_broken`` images are broken.
     """
     count = min(len(source), MOST_REAL)
     indices = [index * len(source) // count for index in range(count)]
@@ -292,7 +293,12 @@ def _batches(source: SampleSource, batch_size: int, most_broken: int) -> Iterato
 
 
 def _size_marks(reference: torch.Size | None, drawn: torch.Size) -> list[str]:
-    """Return a remark if the reference images have another height and width than the samples; None for an unknown size."""
+    """Return a list with a remark if the reference images and the generated images differ in size, otherwise an empty list.
+
+    Args:
+        reference: height and width of the reference images; None if unknown, which gives an empty list.
+        drawn: height and width of the generated images.
+    """
     if reference is None or reference == drawn:
         return []
     sizes = [f"{height} x {width}" for height, width in (reference, drawn)]

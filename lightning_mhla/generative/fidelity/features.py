@@ -19,7 +19,7 @@ from lightning_mhla.system.ranges import check_range, check_seed
 
 
 class Features(NamedTuple):
-    """Output of a feature network for a batch of B images.
+    """Output of a feature network for a batch of B images, as float32 tensors.
 
     Attributes:
         pooled: D features of each image for FID, KID, precision and recall, ``[B, D]``.
@@ -57,12 +57,12 @@ class FeatureNetwork:
 
 
 class InceptionFeatures(FeatureNetwork):
-    """Inception-v3 network that is used for published FID values.
+    """Inception-v3 feature network, with the weights that are commonly used for published FID values.
 
-    It uses torch-fidelity's port of the TensorFlow weights of 2015-12-05, and resizes images as TensorFlow does. The features
-    for sFID are the first seven channels of the layer ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of guided-diffusion.
-    The logits are scores of 1,008 classes without the bias of the last layer, as torch-fidelity and the ADM evaluator use them
-    for the Inception Score.
+    The weights are torch-fidelity's port of the TensorFlow weights of 2015-12-05. Images are resized as in TensorFlow. The
+    features for sFID are the first seven channels of the layer ``mixed_6/conv`` (17 x 17), as in the ADM evaluator of
+    guided-diffusion. The logits are scores of 1,008 classes without the bias of the last layer, as torch-fidelity and the ADM
+    evaluator use them for the Inception Score.
 
     Args:
         weights: path of a local file with torch-fidelity's weights; null to download them once.

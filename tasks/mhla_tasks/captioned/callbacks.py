@@ -23,18 +23,18 @@ class DrawnSamples(PeriodicEvaluation):
     """Base class of callbacks that draw a sample for each prompt during training, and then write or score the samples.
 
     Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
-    A sample for a prompt starts from the same noise at every step, so that changes in it come from the weights alone. A
+    The sample for a prompt starts from the same noise in every evaluation, so only changes of the weights change the sample. A
     subclass implements :meth:`keep`, which writes or scores the samples.
 
     Args:
-        prompts: prompts; one sample is drawn for each.
+        prompts: texts to draw samples for, one sample each.
         every_n_steps: number of optimizer steps between two evaluations; None for no evaluations during training.
         at_end: whether to draw samples at the end of training.
         at_start: whether to also draw samples before the first optimizer step.
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``prompts`` is empty.
+        ValueError: if ``prompts`` is empty, ``every_n_steps`` is below 1, or ``seed`` is out of range.
     """
 
     module_class: ClassVar[type[CaptionedDiffusion]]
@@ -73,8 +73,8 @@ class DrawnSamples(PeriodicEvaluation):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check before training that the module can draw samples.
 
-        The check runs on the first process only, or on all processes if the weights are sharded. All processes stop if it fails
-        on the first process.
+        The check runs on the first process only, or on all processes if the weights are sharded. If the check fails on the
+        first process, all processes stop.
 
         Raises:
             ValueError: on every process, if samples cannot be drawn; the message gives the reason.

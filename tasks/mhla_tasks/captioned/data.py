@@ -40,7 +40,7 @@ class CaptionedData(ResumableDataModule):
         """Return the token embeddings of the empty caption, if the data set stores embedded captions.
 
         Returns:
-            Embeddings ``[L, D]`` of L tokens with D features; None if the data set stores captions as text.
+            Embeddings ``[L, D]`` float32 of L tokens with D features; None if the data set stores captions as text.
         """
         return None
 
@@ -106,7 +106,7 @@ class EncodedShards(CaptionedData):
         """Number of tokens per caption.
 
         The option ``text_length`` takes precedence over the length recorded in the manifest of the shards. If neither exists,
-        the subclass defines a default.
+        the value is the default of the subclass.
         """
         if self._text_length is None:
             self._text_length = encoded_length(self.shards, self.default_length)

@@ -38,7 +38,7 @@ def write(module: CaptionedDiffusion, folder: Path, adapters: Path | None = None
     ``lightning_mhla.load_swapped`` does.
 
     Args:
-        module: trained module.
+        module: trained module. Its LoRA adapters are merged into its weights, or removed if they are exported separately.
         folder: path of the folder for the transformer.
         adapters: path of a separate folder for LoRA adapters; None to merge the adapters into the weights.
 

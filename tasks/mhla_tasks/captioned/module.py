@@ -64,7 +64,8 @@ class CaptionedDiffusion(GenerativeModule):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if sampling uses guidance but the model is trained without caption dropout.
+        ValueError: if the attention of the transformer cannot be replaced as configured, or sampling uses guidance but the
+            model is trained without caption dropout.
     """
 
     usage: ClassVar[dict[str, str]] = {
@@ -163,6 +164,9 @@ class CaptionedDiffusion(GenerativeModule):
         Args:
             text: embedded captions ``[B, L, D]``, where L is the number of tokens and D their width.
             negative: embedded negative captions, with the shape of ``text``.
+
+        Returns:
+            Keyword arguments by name, such as ``prompt_embeds``.
         """
 
     @staticmethod
@@ -204,10 +208,13 @@ class CaptionedDiffusion(GenerativeModule):
         self.captions.tokens("", self.device)
 
     def _check_guidance(self, sampling: Any) -> None:
-        """Check that the model is trained without captions, too, if the sampler options ask for guidance.
+        """Check that training drops some captions if the sampler options use guidance, which also predicts without captions.
+
+        Args:
+            sampling: sampler options, an instance of ``sampling_options``.
 
         Raises:
-            ValueError: if it is not.
+            ValueError: if guidance is used, but ``flow.caption_dropout`` is 0.
         """
         if sampling.guidance != 1 and not self.flow.caption_dropout:
             raise ValueError(
@@ -272,7 +279,14 @@ class CaptionedDiffusion(GenerativeModule):
         return {option: path for option, path in models.items() if path is not None}
 
     def on_fit_start(self) -> None:
-        """Load the teacher if one is configured for distillation, and embed the empty caption if training drops captions."""
+        """Load the teacher, check the embedded captions of the data, and embed the empty caption.
+
+        The teacher is loaded only if distillation is configured, and the empty caption is embedded only if training drops
+        captions.
+
+        Raises:
+            ValueError: if the captions in the data were embedded in a different way than the model embeds prompts.
+        """
         super().on_fit_start()
         dtype = next(self.network.parameters()).dtype  # not float32 with a precision such as bf16-true
         self.linearization.start(self, lambda path: read_transformer(path, self.host, self.shape).to(dtype))
@@ -335,6 +349,14 @@ class CaptionedDiffusion(GenerativeModule):
 
         In the first ``distillation.layer_steps`` steps, the loss is instead the distance between the outputs of the replaced
         layers and those of the teacher's layers.
+
+        Args:
+            batch: batch with latents ``latent`` ``[B, C, ...]``, or with pixels under the key :attr:`sample_key`; and with
+                embedded captions ``text`` ``[B, L, D]``, or with ``caption``, a list of B texts.
+            batch_idx: index of the batch; not used.
+
+        Returns:
+            Scalar loss.
         """
         clean, text = self.clean(batch), self.encode_captions(batch)
         if self.flow.caption_dropout:
@@ -351,6 +373,11 @@ class CaptionedDiffusion(GenerativeModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Draw the samples that a batch requests, except those whose files already exist.
+
+        Args:
+            batch: batch with ``caption`` (prompts), ``file`` (file names), ``index``, ``seed`` and ``valid`` ``[B]`` bool,
+                which is False for entries that only pad the batch.
+            batch_idx: index of the batch; not used.
 
         Returns:
             A dict with two entries for the n drawn samples:
@@ -392,9 +419,12 @@ class CaptionedDiffusion(GenerativeModule):
         The samples are the latents in the batch, if there are any. Otherwise they are its pixels, which the autoencoder encodes
         if the model has one.
 
+        Args:
+            batch: batch with latents ``latent`` ``[B, C, ...]``, or with pixels under the key :attr:`sample_key`.
+
         Raises:
-            ValueError: if the transformer has a different number of input channels, or the size is not a multiple of its patch
-                size.
+            ValueError: if the number of channels differs from the input channels of the transformer, or the size is not a
+                multiple of the transformer's patch size.
         """
         encoded = "latent" in batch
         clean: Tensor = batch["latent"] if encoded else batch[self.sample_key]
@@ -411,6 +441,9 @@ class CaptionedDiffusion(GenerativeModule):
 
     def encode_captions(self, batch: dict[str, Any]) -> Tensor:
         """Return the caption embeddings of a batch, and compute them if the batch contains captions as text.
+
+        Args:
+            batch: batch with embeddings ``text`` ``[B, L, D]``, or with ``caption``, a list of B texts.
 
         Returns:
             Embeddings ``[B, L, D]``, where L is the number of tokens and D their width.

@@ -45,7 +45,7 @@ class PromptRequest:
             noise.
 
     Raises:
-        ValueError: if ``per_prompt`` is below 1.
+        ValueError: if ``per_prompt`` is below 1, or ``seed`` is out of range.
     """
 
     prompts: str | list[str] | None = None
@@ -100,8 +100,8 @@ class RequestedSamples:
         """Return the request for one sample as a dict.
 
         Returns:
-            ``index``, ``caption`` (the prompt), ``seed``, and ``file``, the name of the file to write, such as
-            ``a red three-0.png``.
+            A dict with ``index``, ``caption`` (the prompt), ``seed``, and ``file`` (name of the file to write, such as
+            ``a red three-0.png``).
         """
         name, prompt = self.prompts[index // self.per_prompt]
         file = self._file(name, index % self.per_prompt)
@@ -112,7 +112,7 @@ class RequestedSamples:
 
 
 class SampleFolder(Callback):
-    """Base class of callbacks that write samples to files as soon as the process has drawn them.
+    """Base class of callbacks that write samples to files as soon as they are drawn.
 
     A subclass sets the class attribute :attr:`kind`, which names the output folder. If it is ``images``, the samples for the
     prompt ``a red three`` are written to ``images/a red three-0.png``, ``images/a red three-1.png`` and so on. The folder
@@ -121,8 +121,8 @@ class SampleFolder(Callback):
     samples.
 
     Args:
-        folder: path of the folder that receives this output; None for the log folder. Samples that already exist there are not
-            drawn again.
+        folder: path of the folder in which the output folder and the two files are written; None for the log folder. Samples
+            that already exist there are not drawn again.
     """
 
     kind: ClassVar[str]
@@ -158,11 +158,19 @@ class SampleFolder(Callback):
         """
 
     def describe(self, pixels: Tensor) -> Row:
-        """Return the ``height`` and ``width`` of a sample in pixels, to be recorded in the JSON Lines file of the samples."""
+        """Return a dict with the ``height`` and ``width`` of a sample in pixels, for its line in the JSON Lines file.
+
+        Args:
+            pixels: image ``[C, H, W]`` or clip ``[F, C, H, W]`` with F frames, uint8.
+        """
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Create the folder of samples, and check that existing samples in it were drawn with the same weights and options."""
+        """Create the folder of samples, and check that existing samples in it were drawn with the same weights and options.
+
+        Raises:
+            ValueError: if the weights or the options differ.
+        """
         default_folder = run_folder(trainer)
         self.folder = default_folder if self._asked is None else Path(self._asked)
         self._shown = []
@@ -171,10 +179,10 @@ class SampleFolder(Callback):
         trainer.strategy.barrier()
 
     def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check that existing samples were drawn with the current weights and options, and store these for the next check.
+        """Check that existing samples were drawn with the current weights and options, and record these for the next check.
 
         Raises:
-            ValueError: if they differ, because the folder would mix samples of two models.
+            ValueError: if the weights or the options differ. The folder would otherwise mix samples of two models.
         """
         path = self.folder / f"{self.kind}-origin.json"
         # of the weights themselves: last.ckpt, a run folder and an export keep their names when they are written again
@@ -229,7 +237,14 @@ class SampleFolder(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Any], *_: Any
     ) -> None:
-        """Write each sample of a batch to its own file, and append a line about it to the JSON Lines file of the samples."""
+        """Write each sample of a batch to its own file, and append a line about it to the JSON Lines file of the samples.
+
+        Args:
+            trainer: trainer that runs the predict command.
+            pl_module: module that drew the samples.
+            outputs: dict with ``pixels``, images ``[n, C, H, W]`` or clips ``[n, F, C, H, W]`` with F frames, uint8; and
+                ``rows``, a dict for each sample with its ``file``, ``prompt``, ``index`` and drawing time.
+        """
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
             # The line is written before the file, because `missing` cannot check a file without a line.
@@ -278,10 +293,13 @@ class SampleFolder(Callback):
 
 
 def _same_file(recorded: Mapping[str, Any], weights: str) -> bool:
-    """Return whether weights are the file that a record by an earlier version names, which holds no hash of them.
+    """Return whether the current weights are in the file named by a record that an earlier version of this program wrote.
+
+    Such a record identifies the weights by path and modification time instead of a hash.
 
     Args:
-        recorded: record with the path of the weights and the time in nanoseconds at which they were written, or None.
+        recorded: record with ``weights``, the path, and ``written``, the modification time in nanoseconds, which is None if
+            the path is not a checkpoint.
         weights: path of the current weights.
     """
     path = Path(weights)

@@ -81,7 +81,7 @@ class CaptionEncoder:
         return self  # the moving average of the weights copies the module
 
     def rest(self) -> None:
-        """Move the encoder to the CPU to free GPU memory. Encoders without weights do nothing."""
+        """Move the weights of the encoder, if it has any, to the CPU to free GPU memory."""
 
     def encode(self, captions: Sequence[str], device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of a batch of captions.
@@ -264,7 +264,7 @@ def read_prompts(path: str | Path) -> list[tuple[str, str]]:
         path: path of the prompts, in one of these formats:
 
             * text file: each line is a prompt, optionally preceded by its name and a tab. Without a name, the prompt itself is
-              the name. A name and a tab with nothing after it stand for the empty prompt.
+              the name. A line with only a name and a tab stands for the empty prompt.
             * ``.jsonl`` file (GenEval): each line is a JSON object with an entry ``prompt``. The names are ``00000``, ``00001``
               and so on.
             * ``.json`` file (MJHQ-30K): a JSON object that maps each name to an object with an entry ``prompt``.

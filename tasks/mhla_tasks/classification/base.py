@@ -34,6 +34,9 @@ class MixupConfig:
         cutmix: parameter of the beta distribution that determines the area of the patch that cutmix pastes; 0 disables cutmix.
         prob: probability that a batch is mixed.
         switch_prob: probability of using cutmix instead of mixup if both are enabled.
+
+    Raises:
+        ValueError: if a parameter is negative, or a probability is not between 0 and 1.
     """
 
     mixup: float = 0.0
@@ -60,7 +63,8 @@ class Classifier(NamesClasses):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if ``num_classes`` is below 2, or is not the number of class names.
+        ValueError: if ``num_classes`` is below the minimum (by default 2) or is not the number of class names, or
+            ``label_smoothing`` is not between 0 and 1.
     """
 
     least_classes: ClassVar[int] = 2
@@ -109,7 +113,10 @@ class Classifier(NamesClasses):
 
     @override
     def configure_callbacks(self) -> list[Callback]:
-        """Return the callbacks of the base class and, if training writes a report, :class:`ClassResults` for the report."""
+        """Return the callbacks of the base class, and :class:`ClassResults` if a training run writes a report.
+
+        :class:`ClassResults` records results of each class, which the report shows.
+        """
         reports = any(isinstance(callback, RunReport) for callback in self.trainer.callbacks)  # type: ignore[attr-defined]
         records_classes = [ClassResults()] if reports and self.trainer.state.fn == "fit" else []
         return [*records_classes, *super().configure_callbacks()]
@@ -131,7 +138,7 @@ class Classifier(NamesClasses):
     def setup(self, stage: str) -> None:
         """Store the class names and the image preprocessing of the data module at the start of training.
 
-        Those of an earlier fit, or of the checkpoint that the weights come from, are discarded.
+        Names and preprocessing from an earlier fit, or from the checkpoint that the weights come from, are discarded.
         """
         super().setup(stage)
         if stage == "fit":  # Lightning restores those of a checkpoint to resume from after this hook
@@ -172,7 +179,15 @@ class Classifier(NamesClasses):
         return self.network(images)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute and log the mean cross-entropy of one batch, after mixup and cutmix if they are enabled."""
+        """Compute and log the mean cross-entropy of one batch, after mixup and cutmix if they are enabled.
+
+        Args:
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]`` and ``label`` ``[B]`` int64.
+            batch_idx: index of the batch; not used.
+
+        Returns:
+            Scalar loss.
+        """
         images, labels = self.mixed(batch["image"], batch["label"])
         return self.log_loss(self.label_loss(self(images), labels), len(images))
 
@@ -181,7 +196,7 @@ class Classifier(NamesClasses):
 
         Args:
             images: images ``[B, channels, image_size, image_size]``.
-            labels: class indices ``[B]``.
+            labels: class indices ``[B]`` int64.
 
         Returns:
             The images, and the labels: class probabilities ``[B, num_classes]`` if mixing is enabled, otherwise the given
@@ -220,17 +235,33 @@ class Classifier(NamesClasses):
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Update the validation metrics with the scores of one batch.
 
+        Args:
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]``
+                bool. Images for which ``valid`` is False, such as padding, do not count.
+            batch_idx: index of the batch; not used.
+
         Returns:
             A dict with the entry ``scores``, the class scores of all images, ``[B, num_classes]``.
         """
         return {"scores": self._evaluate(batch, "val")}
 
     def test_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Update the test metrics with the scores of one batch."""
+        """Update the test metrics with the scores of one batch.
+
+        Args:
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]``
+                bool. Images for which ``valid`` is False, such as padding, do not count.
+            batch_idx: index of the batch; not used.
+        """
         self._evaluate(batch, "test")
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Compute the class probabilities of the images in a batch, except padding and images that cannot be decoded.
+
+        Args:
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]``, ``index`` ``[B]`` (sample indices), ``valid``
+                ``[B]`` bool, False for padding, and optionally ``broken`` ``[B]`` bool, True for images that cannot be decoded.
+            batch_idx: index of the batch; not used.
 
         Returns:
             A dict with two entries for the n remaining images:

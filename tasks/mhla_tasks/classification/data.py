@@ -141,7 +141,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         shards: options for reading shards and for caching downloaded ones.
         predict_dir: folder of images that the predict command classifies; null if the command is not used.
         mean: values to subtract from pixels in [0, 1], one for each color. The default is that of ImageNet.
-        std: values by which pixels are divided after the subtraction, one for each color.
+        std: values by which pixels are divided after the subtraction, one for each color. The default is that of ImageNet.
     """
 
     def __init__(

@@ -29,15 +29,16 @@ class LinearizedImageEncoder(LinearizedEncoder):
             timm:ARCHITECTURE or timm:OWNER/NAME for a timm encoder, or a checkpoint or run folder of this class. The weights
             are not read if --ckpt_path supplies them.
         attention: options of the new attention.
-        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
-            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
-        train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
-            trains the replaced attention layers, including their projections. new trains only the parameters that the
-            replacement added. lora trains these and LoRA adapters of the projections.
+        layer_kinds: list with an entry "keep" or "replace" for each layer; a shorter list is repeated. "keep" leaves a layer
+            unchanged; "replace" gives it attention of the kind attention.kind. null replaces the attention of all layers.
+        train: parameters to train after the first distillation.layer_steps steps: "all"; "attention" for the replaced attention
+            layers with their projections; "new" for only the parameters that the replacement added; or "lora" for these
+            parameters and LoRA adapters of the projections.
         lora: rank, alpha and dropout of the LoRA adapters.
-        distillation: teacher model, number of layer-matching steps, and weights of the terms of the loss.
-        pooling: vector that serves as the embedding of an image. first takes the vector of the class token, mean takes the mean
-            over the class token and all patches, and head takes the vector that a timm encoder passes to its classifier.
+        distillation: options of distillation: teacher model, number of steps that match each layer on its own, and weights of
+            the terms of the loss.
+        pooling: vector that serves as the embedding of an image: "first" for the vector of the class token, "mean" for the mean
+            over the class token and all patches, or "head" for the vector that a timm encoder passes to its classifier.
         network: configuration of the encoder, which is read from pretrained; do not set it.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
     """

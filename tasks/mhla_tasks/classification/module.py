@@ -34,6 +34,9 @@ class VisionShape:
             convolutions).
         pad_to: side in pixels of the square to which the image is padded with zeros; null for no padding.
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     dim: int | None = None

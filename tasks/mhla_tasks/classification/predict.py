@@ -38,7 +38,13 @@ class PredictionTable(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: dict[str, Tensor], *_: Any
     ) -> None:
-        """Store the image indices and the class probabilities that this process predicted for one batch."""
+        """Store the image indices and the class probabilities that this process predicted for one batch.
+
+        Args:
+            trainer: trainer that runs the predict command.
+            pl_module: classifier.
+            outputs: dict with ``index`` ``[n]`` and ``probability`` ``[n, classes]`` of the n images.
+        """
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -30,9 +30,9 @@ SIDE = 112
 class ClassResults(Callback):
     """Callback that writes the confusion matrix and the worst mistakes of each validation during training to ``classes.json``.
 
-    The file lies in the folder of the run, and ``report.html`` shows its content. It is replaced at each validation. Each
-    image is counted once, regardless of the number of processes. The worst mistakes are the wrongly classified images whose
-    true class got the lowest probability.
+    The file is in the folder of the run, and ``report.html`` shows its content. Each validation replaces the file. Each image
+    is counted once, regardless of the number of processes. The worst mistakes are the wrongly classified images whose true
+    class got the lowest probability.
     """
 
     def __init__(self) -> None:

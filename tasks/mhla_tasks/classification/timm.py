@@ -155,6 +155,10 @@ class TimmClassifier(Classifier):
 
         Returns:
             The timm model.
+
+        Raises:
+            FileNotFoundError: if there are no weights at the path.
+            ValueError: if the weights do not match the model.
         """
         teacher = self.build()
         give_weights(teacher, self._weights(path), path)
@@ -182,7 +186,7 @@ class TimmClassifier(Classifier):
     def on_fit_start(self) -> None:
         """Check that the model supports the distillation options, and load the teacher model if one is configured.
 
-        A warning is logged if patches do not cover the images.
+        A warning is logged if the patches leave out pixels at the edge of the images.
         """
         if self.trainer.is_global_zero:
             _check_patches(self.network, self.hparams["image_size"])
@@ -195,6 +199,13 @@ class TimmClassifier(Classifier):
         In the first ``distillation.layer_steps`` steps, the loss is the difference between the outputs of the new and the
         original attention layers. Afterwards, it is the cross-entropy of the labels, combined with the divergence from the
         teacher's predictions if a teacher is configured.
+
+        Args:
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]`` and ``label`` ``[B]`` int64.
+            batch_idx: index of the batch; not used.
+
+        Returns:
+            Scalar loss.
         """
         images, labels = batch["image"], batch["label"]
         if self.linearization.matches_layers(self):

@@ -81,7 +81,7 @@ def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLi
     """Parse command-line arguments into a command and its options.
 
     The value of an option follows an equals sign. Without an equals sign, the next argument is the value unless it is an
-    option.
+    option. ``--help`` and ``--print_config`` never take the next argument as their value.
 
     Args:
         arguments: command-line arguments without the name of the program.
@@ -91,8 +91,8 @@ def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLi
         The command and its options.
 
     Raises:
-        UsageError: if no command is given, if an option lacks its value, or if an argument is neither the command nor an option
-            nor the value of one.
+        UsageError: if no command is given, if an option lacks its value, or if an argument is not the command, an option or
+            the value of an option.
     """
     command: str | None = None
     options: list[Option] = []

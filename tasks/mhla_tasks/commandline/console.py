@@ -76,7 +76,7 @@ def _is_raw(sign: str) -> bool:
 
 
 def _make_record(*args: Any, **options: Any) -> logging.LogRecord:
-    """Create a log record for ``logging``, and remove secrets and control characters from its message."""
+    """Create a log record from the arguments of ``logging.LogRecord``, and make its message safe to print."""
     record = logging.LogRecord(*args, **options)
     try:
         text = record.getMessage()

@@ -253,7 +253,7 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
     """Return the top-level package in which an error occurred, and whether a ``raise`` statement raised it.
 
     Errors without a ``raise`` statement, such as the one from ``1 + None``, come from the Python interpreter and point to a
-    bug.
+    bug. The name of the package is empty if the error has no traceback.
     """
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:

@@ -87,7 +87,7 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """Describe a failure of the machine, such as a full disk, in one line that gives the affected path, the cause and a remedy.
+    """Describe a failure of the machine, such as a full disk, in one line with the cause, a remedy and, if known, the path.
 
     Args:
         error: any error. The errors that caused it are examined too.

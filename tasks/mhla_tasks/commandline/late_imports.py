@@ -46,7 +46,7 @@ FIRST = "torchmetrics.utilities"
 
 
 class LatePackage(ModuleType):
-    """Placeholder for a package, which is imported in full only when this is necessary.
+    """Module that takes the place of a package until a name is used that requires the full package.
 
     A few frequent names are imported directly from the submodules that define them. The first access to any other name imports
     the full package.

@@ -43,6 +43,9 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
     Args:
         sources: configuration files and command-line options, from lowest to highest priority. The classes that they name
             must have been imported by :func:`mhla_tasks.commandline.trust.allow_classes`.
+
+    Raises:
+        UsageError: if ``init_args`` of a class is not a mapping.
     """
     configuration: dict[str, Any] = {}
     for source in _kinds_first(sources):
@@ -295,7 +298,7 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
 
 
 def chosen_classes(options: Mapping[str, Any], classes: Classes) -> Classes:
-    """Return the classes whose constructor may get the options in a mapping: the class that it names, or all if it names none.
+    """Return the classes that may receive the options in a mapping: the class that the mapping names, or else all classes.
 
     Args:
         options: mapping whose ``class_path`` names the class.

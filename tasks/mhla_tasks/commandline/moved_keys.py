@@ -65,7 +65,7 @@ def move_keys(sources: Sequence[Source]) -> tuple[list[Source], list[Move]]:
 
 
 def notice(moves: Sequence[Move]) -> str:
-    """Return a warning that lists former option names with their current names, and the files that use former names."""
+    """Return a warning that lists former option names with their current names, and the places where they are used."""
     renamed = dict.fromkeys(f"{move.old} is now {move.new}" for move in moves)
     origins = dict.fromkeys(move.origin for move in moves)
     return f"{', '.join(renamed)} (from {', '.join(origins)}); the next release will reject the former names"

@@ -36,7 +36,7 @@ def find_null(configuration: Mapping[str, Any], sources: Sequence[Source]) -> st
 
 
 def _nulls(value: Any, path: tuple[str, ...], classes: Classes) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the path and the expected type of each option inside a value that is null, although it must not be.
+    """Search a value for options that are null although they must not be; yield the path and the expected type of each.
 
     Args:
         value: options of a class, or a list of them. There is nothing to check in any other value.

@@ -110,7 +110,7 @@ def check_callbacks(options: Any) -> None:
         options: parsed options of ``fit``.
 
     Raises:
-        ValueError: if a callback or a base class of it is in :data:`UNSUPPORTED`.
+        ValueError: if the class of a callback, or one of its base classes, is listed in :data:`UNSUPPORTED`.
     """
     callbacks = options.trainer.callbacks
     if subclass_named((options.get("model") or {}).get("class_path"), (TrainingModule,)) is None:

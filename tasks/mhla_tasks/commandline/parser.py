@@ -203,8 +203,8 @@ class SuiteCLI(LightningCLI):
     def run(self) -> None:
         """Execute the command by calling the Trainer's method of the same name.
 
-        If ``fit`` ends before its first training batch does, the log files that it has written are removed again. After an
-        error, a new log folder is removed, too.
+        If ``fit`` fails or is interrupted before it completes its first training batch, the log files that it has written are
+        removed. After an error, a new log folder is also removed.
         """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)

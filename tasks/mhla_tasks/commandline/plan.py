@@ -119,9 +119,9 @@ def _replaced(
 ) -> Iterator[dict[str, Any]]:
     """Yield configurations with the values that later sources override, so that their types can be checked, too.
 
-    There is one for each configuration file with overridden values: the merged configuration in which the values of this file
-    are used instead. If a later source chooses a different class of model or data module, the file's options for the
-    overridden class are omitted.
+    For each configuration file with overridden values, this is the merged configuration in which the values of this file are
+    used instead. If a later source chooses a different class of model or data module, the file's options for the overridden
+    class are omitted.
 
     Args:
         remembered: options stored in a checkpoint, which have the lowest priority.

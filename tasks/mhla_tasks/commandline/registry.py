@@ -67,7 +67,7 @@ TOOLS: dict[str, dict[str, str]] = {
 
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
-    """Mark a tool as parsing its own command-line arguments; it is then called with the arguments as a list of strings."""
+    """Decorator that marks a tool as parsing its own command-line arguments, which it receives as a list of strings."""
     function.passes_on = True  # type: ignore[attr-defined]
     return function
 

@@ -29,9 +29,9 @@ _LEFT_OUT = object()
 def to_yaml(configuration: dict[str, Any]) -> str:
     """Return a configuration as YAML that can be read again.
 
-    An Enum becomes its value, and a subclass of a basic type, such as ``numpy.float64``, the basic type. The name of a function
-    stays the text that the user gave. An object without a text is left out. Only a default can be such an object, and a run
-    with the written configuration has the same default.
+    Values that YAML cannot represent are converted: an Enum to its value, and an instance of a subclass of a basic type, such
+    as ``numpy.float64``, to the basic type. The name of a function is written as the user gave it. Objects that have no text
+    form are omitted. They can only be default values, which a run with the written configuration uses again.
 
     Args:
         configuration: serialized options by name, with nested dicts and lists.
@@ -65,9 +65,10 @@ set_dumper("yaml", to_yaml)
 class SaveConfig(SaveConfigCallback):
     """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
 
-    The first start in a folder writes the file at once, so that ``--run_dir`` alone repeats an interrupted start. A later start
-    replaces the file only after its first training batch, because the checkpoint, the data and the first batch may reject its
-    options until then. The file therefore always fits the checkpoints of the run.
+    The first start of training in a folder writes the file immediately, so that ``--run_dir`` alone can repeat an interrupted
+    start. A later start replaces the file only after its first training batch. Until then, its options may still turn out to be
+    wrong, for example because they do not fit the checkpoint or the data. The file therefore always matches the checkpoints of
+    the run.
 
     ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
     in checkpoints and loggers.
@@ -79,7 +80,8 @@ class SaveConfig(SaveConfigCallback):
         options: keyword arguments of ``SaveConfigCallback``.
 
     Attributes:
-        already_saved: whether this process has trained a batch, or has found nothing left to train.
+        already_saved: whether the configuration is final, because this process has trained a batch or has found nothing left
+            to train.
 
     Raises:
         ValueError: if an option lacks a secret that was removed when the configuration was saved, and the command line does not

@@ -117,7 +117,7 @@ def accepts_null(kind: type, name: str) -> bool:
 
 
 def union_members(hint: Any) -> tuple[Any, ...]:
-    """Return a tuple of the types in a union or the values in a ``Literal``; for any other type hint, of the hint alone.
+    """Return the types in a union or the values in a ``Literal``; any other type hint gives a tuple with only the hint.
 
     Args:
         hint: type hint of a parameter.

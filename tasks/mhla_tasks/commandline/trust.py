@@ -48,7 +48,7 @@ CLASS_OPTIONS = ("class_path", "init_args", "dict_kwargs", "help")
 
 
 class AllowError(ValueError):
-    """Error for a class that a configuration or a checkpoint names, although it must not."""
+    """Error for a class or package that a configuration or a checkpoint names although this is not permitted."""
 
 
 _trusted: list[str] = []
@@ -123,7 +123,7 @@ def allow_model_config(values: object) -> None:
 
 
 def permit_loading() -> None:
-    """Permit the parser to import the classes that checkpoints of the suite name, after a command in the same process.
+    """Permit the parser to import the classes that checkpoints of this project name, after a command in the same process.
 
     The settings of jsonargparse are global, and Lightning uses it in ``load_from_checkpoint``. Without this call, code that
     runs after a command, such as the next cell of a notebook, could load only checkpoints with the classes of that command.
@@ -208,7 +208,7 @@ class _Check:
         Args:
             source: configuration file or command-line option that sets the value.
             path: full name of the option, for messages.
-            value: the value.
+            value: value of the option.
             bases: classes whose instances the parameter accepts; empty if it accepts only plain values.
 
         Raises:
@@ -336,7 +336,7 @@ def _classes_named(name: str, bases: tuple[type, ...]) -> Iterator[type]:
 
 
 def _paths(kind: type) -> Iterator[str]:
-    """Yield the import paths of a class: first the module that defines it, then enclosing packages that export it.
+    """Yield the import paths of a class: first that in the module that defines it, then those in enclosing packages.
 
     The parser may replace the path in a configuration with a shorter one, so all of them have to be permitted.
     """

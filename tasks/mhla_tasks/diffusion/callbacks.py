@@ -27,6 +27,9 @@ class ClassSampleGrid(drawing.SampleGrid):
         batch_size: number of samples that each process draws at once.
         seed: random seed for the noise that sampling starts from.
         name: name of the picture, which must be unique among the callbacks.
+
+    Raises:
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is below 1, or ``name`` is not a valid file name.
     """
 
     def __init__(

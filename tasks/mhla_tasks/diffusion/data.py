@@ -31,7 +31,7 @@ class SampleRequest:
             noise.
 
     Raises:
-        ValueError: if ``per_class`` is below 1, or ``classes`` is an empty list.
+        ValueError: if ``per_class`` is below 1, ``seed`` is out of range, or ``classes`` is an empty list.
     """
 
     classes: list[int] | None = None
@@ -81,7 +81,7 @@ class ClassImages(ResumableDataModule):
 
     Args:
         batch_size: number of samples per batch, summed over all processes.
-        num_classes: number of classes, larger than every label; None to read it from the data.
+        num_classes: number of classes. Labels are 0 to ``num_classes - 1``. None to read the number from the data.
         samples: options of the predict command: the classes to draw, the number of samples for each class, and the seed.
         options: keyword arguments of :class:`ResumableDataModule`, such as ``num_workers`` and ``seed``.
     """
@@ -102,7 +102,7 @@ class ClassImages(ResumableDataModule):
             part: split of the data, ``"train"`` or ``"validate"``.
 
         Returns:
-            Map-style data set of images with values in -1 .. 1.
+            Map-style data set of dicts with an ``image`` ``[C, H, W]`` float32 with values in -1 .. 1.
 
         Raises:
             ValueError: if the data are latents instead of images.
@@ -224,8 +224,8 @@ class ImageShards(ClassShards):
         train: training shards: a folder, a brace pattern such as DIR/train-{0000..1023}.tar, a glob, a URL, or a list of these.
             A folder with one subfolder of images for each class also works.
         val: validation data, specified in the same ways as train.
-        image_size: side of the square images, in pixels. The shorter side of an image is resized to it, and the center is
-            cropped.
+        image_size: side of the square images, in pixels. Images are resized so that their shorter side has this length, and
+            cropped at the center.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.
         num_classes: number of classes. null counts the class names in the training data, which requires class folders or a file
@@ -237,7 +237,7 @@ class ImageShards(ClassShards):
         shards: options for reading shards and for caching downloaded ones.
 
     Raises:
-        ValueError: if ``channels`` is neither 1 nor 3.
+        ValueError: if ``channels`` is neither 1 nor 3, ``image_size`` is below 1, or ``flip`` is not between 0 and 1.
     """
 
     def __init__(

@@ -64,7 +64,7 @@ class DiGBlock(Block):
     """Transformer block, followed by an optional depthwise 3 x 3 convolution that is initialized as the identity.
 
     Args:
-        grid: rows and columns of the image as the block receives it, in tokens.
+        grid: numbers of rows and columns of tokens in the image that the block receives.
         local: whether to add the convolution.
         dim: width of the tokens.
         arguments: further positional arguments of :class:`lightning_mhla.Block`.
@@ -103,7 +103,7 @@ class TurningBackbone(nn.Module):
     Args:
         dim: width of the tokens.
         heads: number of attention heads.
-        grid: rows and columns of the image, in tokens.
+        grid: numbers of rows and columns of tokens in the image.
         attention: attention configurations, one for each layer.
         config: options of the DiG, such as the scan directions.
         condition_dim: width of the conditioning vector.

@@ -153,7 +153,8 @@ class DiT(ModelMixin, ConfigMixin):
         """Initialize the weights as the original DiT code does.
 
         Linear layers and the patch embedding get Xavier initialization. The embeddings of class and timestep are drawn from a
-        normal distribution with standard deviation 0.02. The output layer, its modulation and all biases start at zero.
+        normal distribution with standard deviation 0.02. The output layer, its modulation and all biases start at zero. In a
+        DiG, the projections of the attention layers are initialized as in the original DiG code.
         """
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear) and not name.endswith("modulation.1"):

@@ -38,6 +38,9 @@ class DiTShape:
         mlp_ratio: inner width of the MLP divided by the width of the tokens.
         frequency_shift: shift in the frequencies of the timestep embedding. DiT was trained with 0; diffusers' DiT uses 1.
         mlp_norm_eps: epsilon of the norm before the MLP. DiT was trained with 1e-6; diffusers' DiT uses 1e-5.
+
+    Raises:
+        ValueError: if a value is out of range.
     """
 
     dim: int | None = None
@@ -76,6 +79,10 @@ class ClassToImage(NamesClasses, GenerativeModule):
             published DiT weights, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
         output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        ValueError: if options contradict each other, sizes do not match, or the training objective does not support the sampler
+            options.
     """
 
     network: DiT
@@ -154,7 +161,15 @@ class ClassToImage(NamesClasses, GenerativeModule):
         return self.network(x, times, labels)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute and log the mean loss of one batch, at random timesteps and with a random share of the labels dropped."""
+        """Compute and log the mean loss of one batch, at random timesteps and with a random share of the labels dropped.
+
+        Args:
+            batch: batch with latents ``latent`` or images ``image``, ``[B, C, H, W]``, and ``label`` ``[B]`` int64.
+            batch_idx: index of the batch; not used.
+
+        Returns:
+            Scalar loss.
+        """
         clean = self._clean(batch)
         times = self.process.draw_times(len(clean), None, clean.device)
         labels = self.process.drop_labels(batch["label"], self.network.num_classes)
@@ -164,9 +179,14 @@ class ClassToImage(NamesClasses, GenerativeModule):
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
         """Draw the samples that a batch requests.
 
+        Args:
+            batch: batch with ``label``, ``index`` and ``seed``, ``[B]`` int64 each, and ``valid`` ``[B]`` bool, which is False
+                for entries that only pad the batch.
+            batch_idx: index of the batch; not used.
+
         Returns:
-            A dict with ``pixels`` ``[n, C, H, W]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]`` of the n samples. Entries
-            that only pad the batch are left out.
+            A dict with ``pixels`` ``[n, C, H, W]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]`` of the n samples, without
+            padding.
         """
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
@@ -176,13 +196,16 @@ class ClassToImage(NamesClasses, GenerativeModule):
         """Draw samples, each of which depends only on the weights, the sampler options, its label, the seed and its index.
 
         Args:
-            labels: class labels ``[B]`` on the device of the module.
+            labels: class labels ``[B]`` int64 on the device of the module.
             indices: index of each sample, which determines its noise.
             seed: random seed, the same for all samples.
             sampling: sampler options.
 
         Returns:
             Images ``[B, C, H, W]`` uint8.
+
+        Raises:
+            ValueError: if a label is out of range, or the noise process does not support the sampler options.
         """
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         images = samples if self.codec is None else self.codec.decode(samples)
@@ -272,7 +295,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         model has one.
 
         Args:
-            batch: batch of the data module.
+            batch: batch with latents ``latent`` or images ``image``, ``[B, C, H, W]``, and ``label`` ``[B]`` int64.
             generators: a random generator for each sample, which draws its latent from the distribution that the VAE predicts;
                 None for the global generator.
 

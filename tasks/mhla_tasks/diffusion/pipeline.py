@@ -85,7 +85,7 @@ class DiTPipeline(DiffusionPipeline):
             seed: random seed, in place of ``generator``; None to use ``generator``. With the seed of the predict command, image
                 i equals sample i of that command if both have the same label.
             output_type: format of the images: ``pil``, ``np`` (uint8 ``[B, H, W, C]``), ``pt`` (uint8 ``[B, C, H, W]``), or
-                ``latent`` for the network's output without decoding.
+                ``latent`` for the denoised samples ``[B, C, h, w]`` float32 without decoding.
             return_dict: whether to return an ``ImagePipelineOutput`` instead of a tuple.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Noise processes of diffusion models, which define the training loss of the network and the samplers for its predictions.
+"""Noise processes of diffusion models, which define the training loss of the network and build the samplers for generation.
 
 ``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672. ``FlowProcess``
 is flow matching on straight paths. Noise schedules and samplers come from diffusers.
@@ -64,7 +64,7 @@ class ProcessConfig:
 
 
 class NoiseProcess:
-    """Base class of noise processes, which define the training loss and the samplers.
+    """Base class of noise processes, which define the training loss and build the samplers.
 
     A noise process is not an ``nn.Module``, so its noise schedule stays in float32 regardless of the precision of training.
 
@@ -89,7 +89,7 @@ class NoiseProcess:
             device: device of the timesteps.
 
         Returns:
-            Timesteps ``[count]`` from 0 (data) to 1000 (noise).
+            Timesteps ``[count]`` from 0 (data) to 1000 (noise), int64 or float32 depending on the process.
         """
         raise NotImplementedError
 
@@ -100,7 +100,7 @@ class NoiseProcess:
             network: network that predicts noise or velocity from noisy samples.
             clean: clean samples ``[B, C, H, W]``.
             noise: standard normal noise with the shape of ``clean``.
-            times: timesteps ``[B]``, as :meth:`draw_times` draws them.
+            times: timesteps ``[B]`` from :meth:`draw_times`.
             labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
@@ -112,7 +112,10 @@ class NoiseProcess:
         """Build the diffusers scheduler that implements a sampler.
 
         Args:
-            sampler: name of the sampler.
+            sampler: name of the sampler, one of :attr:`samplers`.
+
+        Returns:
+            A new scheduler of the diffusers library, such as ``DPMSolverMultistepScheduler``.
 
         Raises:
             ValueError: if the noise process does not support the sampler.
@@ -122,6 +125,9 @@ class NoiseProcess:
     def check_sampler(self, sampler: str) -> None:
         """Check that the noise process supports a sampler.
 
+        Args:
+            sampler: name of the sampler, such as ``"euler"``.
+
         Raises:
             ValueError: if the sampler is not supported; the message names the supported samplers.
         """
@@ -130,14 +136,14 @@ class NoiseProcess:
             raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Replace each label, with probability ``label_dropout``, by the label that marks a sample without a class.
+        """Replace each label, with probability ``label_dropout``, with the label that marks a sample without a class.
 
         Args:
             labels: class labels ``[B]``.
             num_classes: number of classes, which is also the label that marks a sample without a class.
 
         Returns:
-            Labels ``[B]``.
+            New labels ``[B]``, with the dtype of ``labels``.
         """
         dropped = torch.rand(labels.shape, device=labels.device) < self.config.label_dropout
         return torch.where(dropped, num_classes, labels)
@@ -146,7 +152,7 @@ class NoiseProcess:
 class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
-    The predicted variance interpolates, on a logarithmic scale, between the smallest and the largest possible variance.
+    The network predicts where the variance lies, on a logarithmic scale, between its smallest and its largest possible value.
 
     Args:
         config: options of the process.
@@ -180,10 +186,10 @@ class DenoisingProcess(NoiseProcess):
 
     @override
     def losses(self, network: DiT, clean: Tensor, noise: Tensor, times: Tensor, labels: Tensor) -> Tensor:
-        """Compute the loss of each sample: mean squared error of the predicted noise, plus a bound for a learned variance.
+        """Compute the loss of each sample: the mean squared error of the predicted noise, and a term for the variance.
 
-        As in the original DiT code, the variational bound has weight 1. It trains only the variance, because gradients do not
-        flow through the predicted mean.
+        The second term is the variational bound, with weight 1 as in the original DiT code. It trains only the variance,
+        because gradients do not flow through the predicted mean. It is omitted if the network does not predict the variance.
 
         Args:
             network: network that predicts noise and, optionally, variance from noisy samples.
@@ -220,7 +226,7 @@ class DenoisingProcess(NoiseProcess):
             times: timesteps ``[B]``, integers from 0 to 999.
 
         Returns:
-            Terms ``[B]``, in bits per dimension.
+            Terms ``[B]`` float32, in bits per dimension.
         """
         alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
         beta = 1 - alpha_bar / previous_alpha_bar
@@ -247,12 +253,16 @@ class DenoisingProcess(NoiseProcess):
     def scheduler(self, sampler: Sampler) -> Any:
         """Build the diffusers scheduler that implements a sampler.
 
-        The timesteps of ``ddpm`` and ``dpm-solver++`` are spread evenly over all 1,000, as the original DiT code does for DDPM.
-        Those of ``ddim`` have diffusers' ``trailing`` spacing. DDIM is the first-order DPM-Solver (arXiv 2206.00927, section
-        4.1); diffusers' own DDIM scheduler takes wrong steps if their number does not divide 1,000.
+        The steps of ``ddpm`` and ``dpm-solver++`` are spread evenly over all 1,000 timesteps, as the original DiT code does for
+        DDPM. Those of ``ddim`` have diffusers' ``trailing`` spacing. ``ddim`` is built as the first-order DPM-Solver, which is
+        the same method (arXiv 2206.00927, section 4.1), because diffusers' own DDIM scheduler takes wrong steps if the number
+        of steps does not divide 1,000.
 
         Args:
             sampler: ``ddpm``, ``ddim`` or ``dpm-solver++``.
+
+        Returns:
+            A new ``DDPMScheduler`` for ``ddpm``, otherwise a new ``DPMSolverMultistepScheduler``.
 
         Raises:
             ValueError: if the sampler is not one of these.
@@ -272,6 +282,9 @@ class FlowProcess(NoiseProcess):
     """Noise process of flow matching, in which the network predicts the velocity (noise minus data).
 
     Noisy samples lie on the straight line between data and noise.
+
+    Args:
+        config: options of the process.
     """
 
     samplers = ("euler", "dpm-solver++")
@@ -314,6 +327,9 @@ class FlowProcess(NoiseProcess):
 
         Args:
             sampler: ``euler``, or ``dpm-solver++``, whose scheduler rounds timesteps to integers.
+
+        Returns:
+            A new ``FlowMatchEulerDiscreteScheduler`` for ``euler``, or ``DPMSolverMultistepScheduler`` for ``dpm-solver++``.
 
         Raises:
             ValueError: if the sampler is not one of these.

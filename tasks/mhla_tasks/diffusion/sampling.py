@@ -30,7 +30,7 @@ class DiTSamplingConfig:
     Args:
         sampler: name of the sampler. A model trained with the objective ddpm supports ddpm (default), ddim and dpm-solver++. A
             model trained with the objective flow supports euler (default) and dpm-solver++. null for the default.
-        steps: number of sampling steps. Each step evaluates the network once, or on a batch of twice the size with guidance.
+        steps: number of sampling steps. Each step evaluates the network once; with guidance, the batch has twice the size.
         guidance: scale of classifier-free guidance (arXiv 2207.12598); 1 to sample without guidance.
 
     Raises:
@@ -117,7 +117,7 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
     """Predict noise or velocity with classifier-free guidance.
 
     Guidance extrapolates from the prediction without a class to the prediction with the class. A predicted variance is not
-    extrapolated; it is that of the prediction with the class.
+    extrapolated, but taken from the prediction with the class.
 
     Args:
         network: network that predicts noise or velocity.
@@ -146,7 +146,7 @@ def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
         config: sampler options.
 
     Raises:
-        ValueError: if an option is not supported; the message names the supported values.
+        ValueError: if an option is not supported; the message says what is supported.
     """
     sampler = config.sampler or process.samplers[0]
     process.check_sampler(sampler)

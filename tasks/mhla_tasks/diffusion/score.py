@@ -1,4 +1,4 @@
-"""Scores, such as FID, of existing images, for ``lightning score``."""
+"""Scores of existing images, such as FID, for the command ``lightning score``."""
 
 from __future__ import annotations
 

@@ -48,10 +48,10 @@ class SignedImage:
 
 
 def shrink(image: Image.Image, size: int) -> Image.Image:
-    """Resize an image so that its shorter side has a given length, as in ADM's preprocessing.
+    """Resize an image so that its shorter side has a given length, as in the preprocessing of ADM (arXiv 2105.05233).
 
-    A box filter halves the image for as long as it is at least twice as large as required. Bicubic interpolation then resizes
-    it to the required size.
+    While the shorter side is at least twice as long as required, a box filter halves the image. Bicubic interpolation then
+    resizes the image to the required size.
 
     Args:
         image: Pillow image.
@@ -74,7 +74,7 @@ class LatentSamples:
         sample_size: required side of the latents, in latent pixels.
         num_classes: number of classes of the data set, larger than every label.
         flip: probability that a sample is the latent of the mirrored image.
-        labels: label in the data set for each label in the shards, such that a shard's label 3 becomes ``labels[3]``; None to
+        labels: label in the data set for each label in the shards, so that label 3 of a shard becomes ``labels[3]``; None to
             keep the labels of the shards.
 
     Raises:

@@ -267,7 +267,8 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
                 concatenation of all rows.
             share: part of each sequence that this process holds under sequence parallelism; None without sequence parallelism.
             position_ids: positions of the tokens, ``[B, N]`` or ``[1, N]``; None to count from 0 in each document.
-            states: list to which the input of each layer is appended, ``[B, N, dim]``; None if the inputs are not needed.
+            states: list to which the input of each layer and the output of the last one are appended, ``[B, N, dim]`` each;
+                None if these are not needed.
         """
         positions = None if position_ids is None else position_ids.expand(x.shape[:2]).flatten()
         row = x.flatten(0, 1)[None]
@@ -281,9 +282,9 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     ) -> tuple[tuple[int, ...], Tensor | None]:
         """Count the non-padding tokens of each row, and find the order that puts them before the padding.
 
-        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, the tokens are not
-        counted on an accelerator, because reading the counts would wait for the device, nor in a compiled graph, which cannot
-        depend on values.
+        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, the tokens are
+        counted only on a CPU and outside a compiled graph: on an accelerator, reading the counts would wait for the device, and
+        a graph cannot depend on values.
 
         Args:
             attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding; None if there is no
@@ -309,8 +310,9 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
         """Decide whether the forward pass returns a generation state.
 
         Args:
-            use_cache: value that the caller passed. None follows the configuration, but returns no state in training and in a
-                compiled or exported graph.
+            use_cache: value that the caller passed. True returns a state unless gradient checkpointing recomputes the layers in
+                training. None follows the configuration, but returns no state in training, in a compiled or exported graph, or
+                if a layer has attention that cannot continue from a state.
             single: whether each row is one sequence that this process holds completely; otherwise there is no state.
         """
         if use_cache is not None:
@@ -359,7 +361,7 @@ class MHLAModel(EmbeddedBackbone):
         return shared
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> Self:
-        """Return this model itself, because it has no output head to remove."""
+        """Return this model itself, because it has no output head to remove; arguments are ignored."""
         return self
 
     def forward(

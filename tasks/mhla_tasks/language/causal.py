@@ -114,7 +114,7 @@ class CausalLanguageModel(TrainingModule):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: if the vocabulary of the data is larger than that of the model, the data has too many groups of
+            ValueError: if the vocabulary of the data is larger than that of the model, the data has more than 256 groups of
                 questions, or packed documents, sequence parallelism or generation are required but not supported.
         """
         super().setup(stage)
@@ -218,16 +218,20 @@ class CausalLanguageModel(TrainingModule):
         return self.network(input_ids).logits
 
     def on_train_epoch_start(self) -> None:
-        """Discard the loss weights of batches whose gradients an interrupted epoch accumulated without applying them."""
+        """Discard the batch weights of gradients that an interrupted epoch accumulated without an optimizer step."""
         self._batch_weights = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the mean cross-entropy of predicting the next token, in nats.
 
+        Args:
+            batch: dict with the entries that :func:`inputs_and_targets` reads.
+            batch_idx: ignored.
+
         Returns:
-            Scalar loss for the backward pass. If processes may have different numbers of targets (under sequence parallelism
-            or with ``target_mask``), it is weighted by this process's share of them. If gradients of batches with different
-            numbers of targets are accumulated, it is also weighted by the number of targets of the batch.
+            Scalar loss for the backward pass. Under sequence parallelism or with ``target_mask``, processes may have different
+            numbers of targets, so the loss is weighted by this process's share of all targets. With ``target_mask`` and
+            gradient accumulation, it is also weighted by the number of targets in the batch.
         """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
@@ -245,7 +249,9 @@ class CausalLanguageModel(TrainingModule):
         return loss
 
     def _weighted_in_step(self, loss: Tensor, weight: Tensor) -> Tensor:
-        """Return the loss multiplied by a weight if gradients are accumulated; :meth:`on_before_optimizer_step` normalizes.
+        """Multiply the loss by a weight if gradients are accumulated; otherwise return the loss unchanged.
+
+        :meth:`on_before_optimizer_step` later divides the accumulated gradients by the mean weight.
 
         Args:
             loss: loss of one of the batches whose gradients are accumulated, a scalar.
@@ -257,7 +263,7 @@ class CausalLanguageModel(TrainingModule):
         return loss * weight
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Divide accumulated gradients by the mean weight of their batches, so that each target of a step counts alike.
+        """Divide accumulated gradients by the mean weight of their batches, so that all targets of a step count equally.
 
         Without this, a batch with few targets would count as much as one with many. Lightning has already divided the
         gradients by ``accumulate_grad_batches``.
@@ -277,8 +283,10 @@ class CausalLanguageModel(TrainingModule):
             targets: targets of this process, ``[B, N]`` int64; -100 is ignored.
 
         Returns:
-            The weighted loss, whose average over the processes is the mean over the targets of all processes; and the number of
-            these targets, a float32 scalar.
+            A tuple of two values:
+
+            * The weighted loss, a scalar. Its average over the processes is the mean over the targets of all processes.
+            * The number of targets of all processes, a float32 scalar.
         """
         local = (targets != IGNORED).sum().float()
         if self.trainer.world_size == 1:
@@ -288,11 +296,11 @@ class CausalLanguageModel(TrainingModule):
         return loss * local * self.trainer.world_size / total.clamp(min=1), total
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the validation metrics and, if the batch has labels, count the correct predictions."""
+        """Add the losses of a batch to the validation metrics; if it has the entry ``labels``, count correct predictions."""
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the test metrics and, if the batch has labels, count the correct predictions."""
+        """Add the losses of a batch to the test metrics; if it has the entry ``labels``, also count correct predictions."""
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -305,6 +313,10 @@ class CausalLanguageModel(TrainingModule):
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:
         """Generate a continuation of each prompt in a batch.
+
+        Args:
+            batch: dict with B entries each of ``prompt`` (texts), ``index`` (indices in the prompt file) and ``valid`` (mask).
+            batch_idx: ignored.
 
         Returns:
             A list of tuples of the prompt's index in the prompt file, the prompt, and its continuation. Rows that only fill up
@@ -335,7 +347,7 @@ class CausalLanguageModel(TrainingModule):
         return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
 
     def continuation_options(self) -> dict[str, Any]:
-        """Return the keyword arguments of transformers' ``generate`` with which predict continues prompts."""
+        """Return the keyword arguments that predict passes to transformers' ``generate`` to continue prompts."""
         return self.generation.for_generate()
 
     @property
@@ -413,7 +425,7 @@ class CausalLanguageModel(TrainingModule):
         return share
 
     def _targets(self, batch: dict[str, Any], share: SequenceShare | None) -> Tensor:
-        """Return the target tokens that this process computes losses of, ``[B, N]`` int64; -100 is ignored.
+        """Return the target tokens for which this process computes losses, ``[B, N]`` int64; -100 is ignored.
 
         Args:
             batch: batch with the entries that :func:`inputs_and_targets` reads.
@@ -459,7 +471,8 @@ def inputs_and_targets(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
     Args:
         batch: dict with the entry ``tokens``. If it also has ``labels``, both are ``[B, N]`` int64, and the labels are the
             targets. Otherwise ``tokens`` is ``[B, N + 1]`` int64, and the target of each token is the token that follows it.
-            The optional entry ``target_mask``, ``[B, N]`` bool, is False for targets that the loss does not count.
+            Without ``labels``, the optional entry ``target_mask``, ``[B, N]`` bool, is False for targets that the loss does not
+            count.
 
     Returns:
         Input tokens and targets, each ``[B, N]`` int64. Targets that the loss does not count are -100.

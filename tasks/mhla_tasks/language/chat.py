@@ -39,7 +39,8 @@ def chat(
         path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
-        sampling: sampling options by name, such as ``temperature``; missing ones come from the model's generation settings.
+        sampling: sampling options by name, such as ``temperature``. An option that is None or missing has the value that was
+            saved with the model, or else its default.
         seed: seed of sampling.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
 
@@ -75,7 +76,8 @@ class Chat:
         tokenizer: tokenizer of the model.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
-        sampling: sampling options by name, such as ``temperature``; missing ones come from the model's generation settings.
+        sampling: sampling options by name, such as ``temperature``. An option that is None or missing has the value that was
+            saved with the model, or else its default.
 
     Raises:
         ValueError: if an option is out of range, or the chat template does not accept a system message.
@@ -201,7 +203,7 @@ def _lines(interactive: bool) -> Iterator[str]:
 
 
 def _note(text: str) -> None:
-    """Print a message to standard error; standard output is reserved for the conversation."""
+    """Print a message to standard error, because standard output is reserved for the conversation."""
     from rich.console import Console
 
     Console(stderr=True, highlight=False, soft_wrap=True, style="dim").print(harmless(text), markup=False)

@@ -58,7 +58,7 @@ class ChatTemplate:
         self.tokenizer, self.control = tokenizer, control_tokens(tokenizer)
 
     def render(self, roles: Sequence[str], reply: bool = False) -> str:
-        """Return the output of the template with a numbered placeholder in place of the text of each message.
+        """Render the template with a numbered placeholder in place of the text of each message, and return the output.
 
         Args:
             roles: role of each message.
@@ -70,7 +70,7 @@ class ChatTemplate:
         return self.render_messages([(role, placeholder(number)) for number, role in enumerate(roles)], reply)
 
     def render_messages(self, messages: Sequence[tuple[str, str]], reply: bool = False) -> str:
-        """Return the output of the template for messages.
+        """Render the template with the texts of messages, and return the output.
 
         Args:
             messages: role and text of each message.
@@ -145,8 +145,8 @@ class ChatTemplate:
     def _first_start(self, rendered: str) -> int:
         """Return the index of the character at which the reply begins in the output for a dialogue that begins with a reply.
 
-        The reply begins after the first prompt for a reply. A template need not accept an empty conversation, and may write a
-        system message of its own before the first message. The output for the earlier messages is therefore not used here.
+        The reply begins after the first prompt for a reply. The output for an empty conversation cannot be used instead,
+        because a template may reject it, or may write its own system message before the first message.
 
         Args:
             rendered: output for all messages.
@@ -193,20 +193,22 @@ class ChatTemplate:
             return ""
 
     def fill(self, rendered: str, contents: Sequence[str]) -> str:
-        """Return the text in which messages replace the placeholders.
+        """Replace the placeholders in a rendered template with the texts of messages, and return the result.
 
         Args:
             rendered: output of :meth:`render`, or a part of it.
-            contents: texts of all messages.
+            contents: texts of all messages, in order.
         """
         return "".join(self._parts(rendered, contents))
 
     def encode(self, rendered: str, contents: Sequence[str]) -> list[int]:
-        """Return the token indices of the text in which messages replace the placeholders.
+        """Replace the placeholders in a rendered template with the texts of messages, and return the token indices.
+
+        The spelling of a control token in a message is encoded as plain text.
 
         Args:
             rendered: output of :meth:`render`, or a part of it.
-            contents: texts of all messages.
+            contents: texts of all messages, in order.
 
         Raises:
             ValueError: if the tokenizer fails on a text.
@@ -223,17 +225,17 @@ class ChatTemplate:
     def encode_with_replies(
         self, rendered: str, contents: Sequence[str], ranges: list[tuple[int, int]]
     ) -> tuple[list[int], np.ndarray]:
-        """Return the token indices of a dialogue in which a message spells a control token, and mark the model's tokens.
+        """Encode a dialogue in which a message spells a control token, and mark the tokens that the model writes.
 
-        The indices are the same as those from :meth:`encode`.
+        The token indices are the same as those from :meth:`encode`.
 
         Args:
             rendered: output of :meth:`render`.
-            contents: texts of all messages, at least one of which spells a control token.
+            contents: texts of all messages, in order. At least one of them spells a control token.
             ranges: ranges of characters of ``rendered`` that the model writes.
 
         Returns:
-            Token indices, and the mask of the tokens that the model writes, ``[n]`` bool.
+            A tuple of the n token indices and the mask of the tokens that the model writes, ``[n]`` bool.
 
         Raises:
             UnknownRepliesError: if the tokenizer does not report which characters a token stands for.
@@ -296,7 +298,7 @@ def reply_end_tokens(tokenizer: PreTrainedTokenizerBase) -> set[int]:
 
 
 def placeholder(number: int) -> str:
-    """Return the characters that stand for the message with this number in a rendered template."""
+    """Return the placeholder of the message with the index ``number`` in a rendered template."""
     return f"\ue000{number}\ue001"
 
 
@@ -305,7 +307,7 @@ def _rows(messages: Sequence[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def _guarded(render: Callable[[], Output]) -> Output:
-    """Run a function that renders a chat template, with a time limit.
+    """Run a function that renders a chat template, with a time limit of 10 seconds, and return its result.
 
     Raises:
         ValueError: if the template fails, or exceeds the time limit.

@@ -52,13 +52,17 @@ class MHLAConfig(PreTrainedConfig):
         mlp_width: inner width of the SwiGLU MLP.
         context: number of tokens in a training sample. With dense mixing coefficients (one for each pair of blocks), it is also
             the maximum sequence length, until ``MHLAForCausalLM.extend`` raises it.
-        attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list with one dict for each layer.
+        attention: options of :class:`lightning_mhla.AttentionConfig` as a dict, or a list with one dict for each layer. The
+            constructor replaces None with :func:`default_attention`.
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
         use_cache: whether the forward pass returns the generation state by default. In training or with labels, it does not.
         bos_token_id: index of the token that begins a text; None if there is no such token.
         eos_token_id: index of the token that ends a text, or a list of several; None if there is no such token.
         pad_token_id: index of the padding token, which is never attended to; None if there is no such token.
+
+    Raises:
+        ValueError: if a size is given under both of its names, with different values.
     """
 
     model_type = "mhla"
@@ -148,7 +152,13 @@ class MHLAConfig(PreTrainedConfig):
 
     @override
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **options: Any) -> None:
-        """Write ``config.json`` and a Python module from which transformers' auto classes import the model's classes."""
+        """Write ``config.json`` and a Python module from which transformers' auto classes import the model's classes.
+
+        Args:
+            save_directory: path of the folder to write to, created if missing.
+            push_to_hub: whether to also upload the files to the Hugging Face Hub.
+            options: further arguments of transformers' method of this name.
+        """
         self.auto_map = {auto_class: f"{REMOTE}.{name}" for auto_class, name in CLASSES.items()}
         folder = Path(save_directory)
         if not folder.is_file():  # else transformers raises

@@ -87,8 +87,12 @@ class TextData(ResumableDataModule):
         """Convert the mask of document starts in a batch to ``cu_seqlens``, the boundaries of the packed documents.
 
         The entry ``starts``, ``[B, N]`` bool, is replaced with ``cu_seqlens``: the index of the first token of each document in
-        the concatenation of all rows, followed by ``B * N``. These are Python integers, because reading them from an
-        accelerator later would wait for the device.
+        the concatenation of all rows, followed by ``B * N``. The part of a document at the start of a row counts as a document.
+        The values are Python integers, because reading them from an accelerator later would wait for the device.
+
+        Args:
+            batch: batch as a dict; a batch of prompts has no entry ``starts``.
+            dataloader_idx: ignored.
 
         Returns:
             The batch; unchanged if it has no entry ``starts``.
@@ -307,10 +311,13 @@ class HubText(TextData):
             self._stream.start_at(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position that each row of the batch has reached in the stream of documents; empty before training.
+        """Return the position that each row of the batch has reached in the stream of documents.
 
-        The rows are those of the global batch, which all processes train on together. The options that determine the order of
-        the documents are returned, too.
+        The rows are those of the global batch, which all processes train on together.
+
+        Returns:
+            A dict with the positions, the number of batches trained so far, and the options that determine the order of the
+            documents, such as the seed; empty before training.
         """
         if self._stream is None or self.trainer is None:
             return {}
@@ -326,14 +333,14 @@ class HubText(TextData):
     def _unshuffled(self, remarks: Remarks) -> Iterator[Document]:
         """Yield each document once, in the order of the data set.
 
-        The documents are in the table column that the option ``column`` names. Rows without text are left out. Unpaired
-        surrogates, which UTF-8 cannot encode, are replaced with U+FFFD.
+        The texts or dialogues come from the table column that the option ``column`` names. Rows without text are left out.
+        Unpaired surrogates, which UTF-8 cannot encode, are replaced with U+FFFD.
 
         Args:
             remarks: counter of the rows that are left out and of the documents in which characters are replaced.
 
         Raises:
-            BrokenSampleError: if a row is broken or lacks this column; the message names the file and the row.
+            BrokenSampleError: if a row is broken or lacks the column; the message names the file and the row.
             ShardUnavailableError: if a file cannot be read at the moment.
         """
         rows = self._data.rows()

@@ -39,7 +39,8 @@ class EncodedDocument(NamedTuple):
 
     Attributes:
         tokens: token indices, ``[n]`` int64.
-        missing: length of the text in bytes minus the number of bytes that the tokens stand for; negative if these are more.
+        missing: length of the text in bytes minus the number of bytes that the tokens stand for; negative if the tokens
+            stand for more.
         targets: mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
     """
 
@@ -88,7 +89,7 @@ class DocumentEncoder:
         return self._joined(self._encode_each(documents))
 
     def one(self, document: Document) -> EncodedDocument:
-        """Encode a single document."""
+        """Encode a single document, in the same way as a call encodes several."""
         return self._encode_each([document])[0]
 
     def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
@@ -114,7 +115,12 @@ class DocumentEncoder:
         return rows
 
     def _dialogues(self, dialogues: Sequence[Dialogue]) -> list[tuple[str, list[int], np.ndarray | None]]:
-        """Return for each dialogue its text, its token indices, and the mask of the tokens that are trained (None for all)."""
+        """Encode dialogues with the chat template.
+
+        Returns:
+            For each dialogue, a tuple of the text that the template produces, its n token indices, and the mask of the tokens
+            that the loss counts, ``[n]`` bool; None if it counts all.
+        """
         if not dialogues:
             return []
         if self.tokenizer.chat_template is None:
@@ -152,7 +158,7 @@ class DocumentEncoder:
             rendered: output of the chat template, with placeholders for the messages.
 
         Returns:
-            Token indices, and the mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
+            A tuple of the n token indices and the mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
         """
         return self.template.encode(rendered, [content for _, content in dialogue.messages]), None
 
@@ -163,15 +169,16 @@ class DocumentEncoder:
 
         Args:
             dialogues: dialogues to encode.
-            texts: output of the chat template for each of them.
+            texts: output of the chat template for each dialogue.
 
         Returns:
-            For each, its token indices, and the mask of the tokens that the loss counts, ``[n]`` bool; None if it counts all.
+            For each dialogue, a tuple of its n token indices and the mask of the tokens that the loss counts, ``[n]`` bool;
+            None if it counts all.
         """
         return [(ids, None) for ids in encode_texts(self.tokenizer, texts, read_control_tokens=True)]
 
     def _with_placeholders(self, roles: tuple[str, ...]) -> str:
-        """Return the output of the template with a placeholder for each message, after checking that it has all of them.
+        """Return the output of the template with placeholders for the messages, after checking that none is missing.
 
         Args:
             roles: role of each message.

@@ -1,4 +1,4 @@
-"""Text encoders from the transformers library whose attention is replaced, then trained to match the original encoder."""
+"""Text encoders from the transformers library with replaced attention, trained to match the original encoders."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ exponential coefficients support texts of any length."""
 
 
 class LinearizedTextEncoder(LinearizedEncoder):
-    """Text encoder from the transformers library whose attention is replaced, then trained to match the original encoder.
+    """Text encoder from the transformers library with replaced attention, trained to match the original encoder.
 
     Args:
         pretrained: encoder to start from: a folder that transformers saved, a name on the Hugging Face Hub, or a checkpoint or
-            run folder of this class. The weights are not read if --ckpt_path supplies them.
+            run folder of this class. null requires --ckpt_path. The weights are not read if --ckpt_path supplies them.
         attention: options of the new attention.
-        layer_kinds: list of keep and replace, one entry for each layer; a shorter list is repeated. keep leaves a layer
-            unchanged; replace gives it attention of the kind attention.kind. null replaces the attention of all layers.
+        layer_kinds: list of keep and replace, one entry for each layer. A shorter list is repeated; the number of layers must
+            be a multiple of its length. keep leaves a layer unchanged; replace gives it attention of the kind attention.kind.
+            null replaces the attention of all layers.
         train: parameters that are trained after the first distillation.layer_steps steps. all trains all of them. attention
             trains the replaced attention layers, including their projections. new trains only the parameters that the
             replacement added. lora trains these and LoRA adapters of the projections.
@@ -96,7 +97,9 @@ class LinearizedTextEncoder(LinearizedEncoder):
             self._warn_of_untrained_blocks(length)
 
     def _warn_of_untrained_blocks(self, length: int) -> None:
-        """Warn if dense mixing coefficients exist for longer texts than those of the training data, which do not train them.
+        """Warn if dense mixing coefficients (one for each pair of blocks) cover longer texts than the training data has.
+
+        The coefficients for the additional blocks stay untrained.
 
         Args:
             length: maximum number of tokens in a training text.

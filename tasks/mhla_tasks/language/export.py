@@ -41,7 +41,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)"""
 
 
 def loading(model: CausalLanguageModel | LinearizedTextEncoder) -> str:
-    """Return Python code that loads an exported model, for the model card; it contains FOLDER instead of the path."""
+    """Return Python code for the model card that loads an exported model; the code contains FOLDER in place of the path."""
     return LOADING.replace("ForCausalLM", "") if isinstance(model, LinearizedTextEncoder) else LOADING
 
 
@@ -151,8 +151,8 @@ def write(
         context: number of tokens that the model is extended to; None leaves it unchanged.
 
     Raises:
-        ValueError: if ``context`` is given for a transformers model or a text encoder, which cannot be extended, or if the
-            model has no tokenizer, or was trained with a different one.
+        ValueError: if ``context`` is given for a transformers model or a text encoder, which cannot be extended, if there is no
+            tokenizer, or if the model was trained with a tokenizer that differs from ``tokenizer``.
     """
     if isinstance(model, LinearizedTextEncoder):
         _write_encoder(model, folder, tokenizer, context)

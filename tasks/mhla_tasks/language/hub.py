@@ -123,6 +123,9 @@ def _file_rows(file: str, column: str, kind: str) -> Rows:
 def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     """List the URL and the format of each file of a data set on the Hugging Face Hub.
 
+    Args:
+        data_set: arguments of ``datasets.load_dataset``, such as ``path``.
+
     Returns:
         A list of tuples of URL and format; None if only the library ``datasets`` can read the data set.
 
@@ -156,6 +159,10 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
 
 def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
     """Yield the location and the document of each row of a data set, with the reader of the library ``datasets``.
+
+    Args:
+        data_set: arguments of ``datasets.load_dataset``, such as ``path``.
+        column: name of the column that holds the texts or dialogues.
 
     Raises:
         FileNotFoundError: if the data set cannot be loaded.

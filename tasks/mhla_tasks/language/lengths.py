@@ -77,7 +77,7 @@ def position_table(network: PreTrainedModel) -> int | None:
 
 
 def longest_text(network: Any) -> int | None:
-    """Return the maximum number of tokens that a model of transformers reads; None if its configuration states no limit."""
+    """Return the maximum number of tokens that a transformers model can read; None if the model states no limit."""
     limits = (getattr(network.config, "max_position_embeddings", None), position_table(network))
     return min((limit for limit in limits if limit is not None), default=None)
 
@@ -103,8 +103,8 @@ def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
 def warn_of_untrained_far_attention(network: PreTrainedModel, context: int) -> None:
     """Warn if no training sample is long enough for the attention of ``mhla_window`` to tokens outside its window.
 
-    The window covers the block of a token and the block before it. What reads the tokens before the window stays untrained if
-    a sample has at most two blocks, and then spoils the reading of longer texts.
+    The window covers the block of a token and the block before it. In samples of at most two blocks, no token is outside the
+    window, so the parameters for attention to more distant tokens stay untrained and degrade the results for longer texts.
 
     Args:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
@@ -147,7 +147,7 @@ def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **optio
         options: further keyword arguments of ``generate``.
 
     Returns:
-        The result of ``generate``.
+        The result of ``generate``: by default, prompts and new tokens, ``[B, length]`` int64.
 
     Raises:
         ValueError: if the prompts and the requested new tokens exceed the number of learned positions of the model.

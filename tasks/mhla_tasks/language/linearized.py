@@ -52,8 +52,8 @@ class LinearizedModel(CausalLanguageModel):
 
     Args:
         pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
-            this class, or of LanguageModel if its option network was set. null requires --ckpt_path, which supplies the
-            weights; they are not read from here then.
+            this class, or of LanguageModel if its option network was set. null requires --ckpt_path. The weights are not
+            read if --ckpt_path supplies them.
         attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
             original model.
         layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
@@ -167,6 +167,10 @@ class LinearizedModel(CausalLanguageModel):
 
         The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
         cross-entropy of the next token in nats, combined with distillation if there is a teacher model.
+
+        Args:
+            batch: dict with the entries that :func:`inputs_and_targets` reads, such as ``tokens``.
+            batch_idx: ignored.
         """
         inputs, targets = inputs_and_targets(batch)
         if self.linearization.matches_layers(self):

@@ -85,13 +85,13 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return MHLAModel.sharing(self)
 
     def get_decoder(self, *args: Any, **kwargs: Any) -> MHLAModel:
-        """Return the model without its output head; both models share their weights."""
+        """Return the model without its output head; both models share their weights, and arguments are ignored."""
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
         """Return this model itself, which tells the library peft that there is no separate encoder.
 
-        peft calls this method for batches that use several adapters.
+        peft calls this method for batches that use several adapters. ``modality`` is ignored.
         """
         return self
 
@@ -189,8 +189,9 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
 
         Args:
             hidden: input of the output head, ``[B, N, dim]``.
-            logits: output of the head, ``[B, N, V]``. They are used unless they are many. None if they are not computed for all
-                tokens; then they are not stored at once either, unless the head has an adapter from the peft library.
+            logits: output of the head, ``[B, N, V]``; None if it was not computed for all tokens. If it is None, large, float16
+                or part of a compiled graph, the loss is computed from ``hidden``, without the logits of all tokens in memory.
+                If the head has an adapter from the peft library, all logits are always used.
             shift_labels: target of each token, ``[B, N]`` int64; -100 is ignored.
             options: keyword arguments of the forward pass.
         """

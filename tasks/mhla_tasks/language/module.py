@@ -39,6 +39,9 @@ class DecoderShape:
         mlp_width: inner width of the SwiGLU MLP.
         tie_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
+
+    Raises:
+        ValueError: if a size is below 1, or ``initializer_range`` is negative.
     """
 
     dim: int = 1024

@@ -69,7 +69,7 @@ class Passages:
 def merged_groups(groups: np.ndarray, least: int) -> np.ndarray:
     """Merge groups of similar lengths until each has enough samples for a batch.
 
-    Training uses only complete batches, each from a single group. A smaller group would never be used.
+    Training uses only complete batches, each from a single group, so a group with fewer samples would never be used.
 
     Args:
         groups: length of each sample, as a number of steps of 16 tokens, ``[samples]`` int64.
@@ -105,7 +105,7 @@ class TextPassages(ResumableDataModule):
         unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
             used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
-        column: column of a table that holds the texts, or dialogues, whose messages are joined to one text.
+        column: column of a table that holds the texts, or dialogues, whose messages are joined into one text.
         val_passages: maximum number of held-out passages to use, drawn at random but always the same; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the passages; null for the seed of seed_everything.

@@ -146,8 +146,8 @@ def _keep_tokenizer(target: Path, tokenizer: PreTrainedTokenizerBase) -> None:
         tokenizer: tokenizer to save.
 
     Raises:
-        ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer; or if it contains
-            dialogues, and the tokenizer has a different chat template.
+        ValueError: if ``target`` already contains shards, and its subfolder contains a different tokenizer; or if the shards
+            contain dialogues, and the tokenizer has a different chat template.
     """
     beside = target / "tokenizer"
     saved = load_tokenizer(beside) if beside.is_dir() else None
@@ -184,10 +184,10 @@ class RunEncoder:
         self._reply_encoder = ReplyEncoder(tokenizer, control_tokens)
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
-        """Encode documents as a sample, and return the contents of the sample's files in the shard, by their suffix.
+        """Encode documents as a sample, and return the contents of its files in the shard, by suffix (``tokens.npy``).
 
-        If there is a dialogue among the documents, a file in the folder of the shards notes this. If the chat template does
-        not show which text the assistant writes, the first call logs a warning.
+        If there is a dialogue among the documents, a file in the folder of the shards notes this. The first time that the chat
+        template does not show which text the assistant writes, a warning is logged.
         """
         tokens, starts, missing, targets = self._encode(documents)
         if any(isinstance(document, Dialogue) for document in documents):

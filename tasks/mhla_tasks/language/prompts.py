@@ -71,8 +71,8 @@ class GenerationOptions:
 def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Choose the sampling options for a model: the values that the user sets, or else those saved with the model.
 
-    With saved values alone, tokens are sampled as by transformers' ``generate``. A model whose settings do not say whether to
-    sample is sampled with the defaults of :class:`GenerationOptions`.
+    With saved values alone, the options have the same effect as in transformers' ``generate``. If the settings of the model do
+    not say whether to sample, the defaults of :class:`GenerationOptions` apply.
 
     Args:
         saved: generation settings of the model.
@@ -146,7 +146,13 @@ class ContinuationFile(Callback):
     def on_predict_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: list[tuple[int, str, str]], *_: Any
     ) -> None:
-        """Keep the prompts and continuations of a batch in memory until prediction ends."""
+        """Keep the prompts and continuations of a batch in memory until prediction ends.
+
+        Args:
+            trainer: ignored.
+            pl_module: ignored.
+            outputs: tuples of the prompt's index in the prompt file, the prompt, and its continuation.
+        """
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

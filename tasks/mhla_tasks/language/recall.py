@@ -119,7 +119,8 @@ class AssociativeRecall(QuestionData):
         seed: random seed for the sequences and their order; null for the seed of seed_everything.
 
     Raises:
-        ValueError: if ``train`` or ``val`` is empty, or the vocabulary is too small for a sequence.
+        ValueError: if ``train`` or ``val`` is empty, the vocabulary is too small for a sequence, or ``power`` is not between 0
+            and 10.
     """
 
     def __init__(

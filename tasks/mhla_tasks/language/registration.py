@@ -1,8 +1,8 @@
 """Registration of the MHLA models in the tables of transformers and peft that list supported models.
 
 Both libraries use tables of class names and model types in many places. For example, transformers' Trainer shifts labels for
-smoothing only if the class is in the table of causal models. peft takes the layers to adapt from a table. The ``register``
-method of the auto classes fills none of these tables, so this module adds the entries.
+label smoothing only if the class is in the table of causal models, and peft takes the layers to adapt from a table. The
+``register`` method of the auto classes fills none of these tables, so this module adds the entries.
 """
 
 from __future__ import annotations

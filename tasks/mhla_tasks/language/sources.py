@@ -39,7 +39,7 @@ class TokenRuns(Protocol):
         ...
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return how many more bytes the text of a token range has than its tokens stand for.
+        """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
 
         The difference is not 0 if the tokenizer changes a text before splitting it, for example by dropping spaces. It is
         negative if the tokens stand for more bytes than the text has.
@@ -110,7 +110,7 @@ class ArrayRuns:
         return self.tokens[start : start + count], self.first[start : start + count]
 
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return how many more bytes the text of a token range has than its tokens stand for.
+        """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
 
         The difference is negative if the tokens stand for more bytes than the text has.
 

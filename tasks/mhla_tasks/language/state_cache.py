@@ -43,7 +43,7 @@ class StateCache(GenerationCache, Cache):
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the maximum number of tokens that each batch row can cache: -1, because a generation state has no limit."""
+        """Return the maximum number of tokens in each batch row: -1 in every layer, because a state has no limit."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class StateCache(GenerationCache, Cache):
         return self.columns + query_length, 0
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether the generation state has seen any tokens."""
+        """Return whether the generation state has seen any tokens; the arguments are ignored."""
         return self.is_initialized
 
     def reset(self) -> None:
@@ -63,7 +63,7 @@ class StateCache(GenerationCache, Cache):
         self.columns = 0
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the generation states of the batch rows at ``indices``, in the order of ``indices``."""
+        """Keep only the generation states of the batch rows at ``indices``, ``[n]`` int64, in this order."""
         self.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

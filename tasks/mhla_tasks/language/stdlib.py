@@ -1,4 +1,4 @@
-"""Source code of the running Python's standard library, tokenized for training."""
+"""Source code of the standard library of the running Python, tokenized for training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class StdlibText:
 
 
 def stdlib_files() -> list[Path]:
-    """List the source files of Python's standard library in alphabetical order, without tests and installed packages."""
+    """List the source files of Python's standard library in alphabetical order, except tests, data and third-party packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))
@@ -61,7 +61,7 @@ def stdlib_files() -> list[Path]:
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     """Load the tokenized source code of Python's standard library from the cache.
 
-    If it is not in the cache, or cannot be read there, the tokenizer is trained and the files are encoded first.
+    If the cache does not hold the text, or its files are broken, the tokenizer is trained and the source is encoded first.
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE tokenizer, 258 to 65,536.

@@ -73,9 +73,9 @@ class PackedRows(IterableDataset):
         Each batch is a dict for the b rows of this process:
 
         * ``tokens``: token indices, ``[b, context + 1]`` int64.
-        * ``bytes``: number of bytes of text that the target tokens of each row stand for, ``[b]``. These are all tokens but the
-          first, or those in ``target_mask``.
-        * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]``.
+        * ``bytes``: number of bytes of text that the target tokens of each row stand for, ``[b]`` int64. The target tokens are
+          all tokens but the first, or those in ``target_mask``.
+        * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]`` int64.
         * ``valid``: ``[b]`` bool, all True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
         * ``target_mask``, only if ``encode`` returns targets: for each input token, whether the loss counts the token that
@@ -154,8 +154,8 @@ class _Part(NamedTuple):
 
     Attributes:
         document: index of the document in the stream.
-        used: number of its tokens that earlier samples used.
-        encoded: all its tokens.
+        used: number of tokens of the document that earlier samples used.
+        encoded: all tokens of the document, including those already used.
     """
 
     document: int
@@ -230,8 +230,8 @@ class StreamLoader:
         rows: indices of the rows of the global batch that this process packs.
         steps: number of batches in an epoch.
         num_workers: 0 to read and tokenize in the training process; 1 or more to do so in one separate process.
-        trainer: Trainer whose batch count tells which batch was the last one used for training, because batches are loaded
-            ahead; the loader continues after it. None to start with the first batch.
+        trainer: Trainer whose number of trained batches determines where the loader continues. The loader cannot determine
+            this itself, because batches are loaded ahead. None to start with the first batch.
     """
 
     def __init__(
@@ -255,7 +255,12 @@ class StreamLoader:
         return self.steps
 
     def continues(self, trainer: Trainer | None, batch_size: int) -> bool:
-        """Return whether a trainer has trained on batches of this loader, and asks for further ones of the same size."""
+        """Return whether this loader can continue to serve a trainer that has trained on its batches.
+
+        Args:
+            trainer: Trainer that asks for batches; None if there is none, so that the loader cannot continue.
+            batch_size: number of rows in the global batch, which must not have changed.
+        """
         if trainer is None or (trainer, batch_size) != (self.trainer, self.batch_size):
             return False
         return batches_trained(trainer) in self._after

@@ -28,7 +28,7 @@ def mask_ranges(mask: np.ndarray) -> np.ndarray:
 
 
 def ranges_between(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
-    """Return the parts of ascending ranges that are inside one range.
+    """Return the parts of several ascending ranges that lie inside a given range.
 
     Args:
         ranges: index of the first token of each range and index after its last one, ``[ranges, 2]``, in ascending order and
@@ -61,11 +61,11 @@ def ranges_mask(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
 def tokens_of_characters(offsets: np.ndarray, ranges: list[tuple[int, int]]) -> np.ndarray:
     """Return the mask of the tokens that stand for a character in one of several ranges of a text.
 
-    A token that stands for characters inside and outside a range is inside, as in transformers.
+    A token that stands for characters inside and outside a range counts as inside, as in transformers.
 
     Args:
         offsets: index of the first character of each token and index after its last one, ``[tokens, 2]``. A tokenizer may leave
-            out the spaces around a word, so that a token has no characters; it is inside if a range surrounds it.
+            out the spaces around a word, so that a token has no characters; it counts as inside if a range surrounds it.
         ranges: index of the first character of each range and index after its last one.
 
     Returns:

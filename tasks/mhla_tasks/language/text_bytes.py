@@ -6,9 +6,9 @@ front, drop spaces, or compose or replace characters. The byte counts of their t
 The difference is the number of missing bytes of a document. It is stored beside the tokens of the document and spread evenly
 over them, so that the sums over complete documents are exact.
 
-With ``assistant_only_loss``, only replies in a dialogue count, and the share of the missing bytes that falls to their tokens
-is an estimate: the bytes that are missing in the messages of the user may be more or fewer. Bits per byte of replies are exact
-for tokenizers that do not change a text. For others, compare them only between models with the same tokenizer and data.
+With ``assistant_only_loss``, only replies in a dialogue count. Their share of the missing bytes is an estimate, because the
+messages of the user may lack more or fewer bytes per token than the replies. Bits per byte of replies are exact for tokenizers
+that do not change a text. For other tokenizers, compare them only between models with the same tokenizer and data.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def spread_over(missing: int, count: int, first: int, stop: int, targets: np.nda
 
 
 def missing_between(first: int, stop: int, starts: np.ndarray, missing: np.ndarray, length: int) -> int:
-    """Return how many more bytes the text of a token range has than its tokens stand for.
+    """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
 
     The range may cover several documents, whose tokens are concatenated. The difference of each document is spread evenly over
     its tokens.

@@ -23,7 +23,8 @@ class ShardRuns:
     """Reader of long token sequences (runs) in tar shards, which loads only the requested part of a run.
 
     Each sample of a shard is one run. The class implements the protocol ``sources.TokenRuns``. Streamed shards are not
-    downloaded before their tokens are read, except for one shard of each prefix.
+    downloaded before their tokens are read, except for one shard of each group that shares a file name prefix, such as
+    ``train``.
 
     Args:
         reader: reader of the shards.
@@ -144,7 +145,7 @@ class ShardRuns:
             Index in the run of the first token of each part and index after its last one, ``[parts, 2]`` int64, ascending.
 
         Raises:
-            BrokenSampleError: if the shard does not store them, or they cannot be read.
+            BrokenSampleError: if the shard does not store these ranges, or they cannot be read.
         """
         if run not in self._targets:
             # as for the starts of documents

@@ -1,4 +1,4 @@
-"""Training and comparison of tokenizers, number of bytes that tokens stand for, and padding of prompts."""
+"""Training and comparison of tokenizers, byte counts of tokens, and padding of prompts."""
 
 from __future__ import annotations
 
@@ -75,15 +75,15 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
 
 
 def table_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return one more than the largest index of a token; indices may have gaps."""
+    """Return the size of a table with an entry for each token index: one more than the largest index."""
     return max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
 
 
 def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the smallest ``vocab_size`` of a model for the tokens of a tokenizer, whose indices may have gaps.
 
-    Special tokens are not counted, except those for the ends of texts, for padding, and in the chat template.
-    Gemma 3, for example, has a token for images, of which its model for text has no embedding.
+    Special tokens are not counted, except those for the start and the end of a text, for padding, for unknown text, and in the
+    chat template. Gemma 3, for example, has a token for images, for which its text model has no embedding.
     """
     needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
     template = str(tokenizer.chat_template or "")
@@ -162,7 +162,7 @@ def _types(part: Any) -> Iterable[str]:
 
 
 def pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the index of the token to pad with: the padding token, or the end token, or 0 if there is neither.
+    """Return the index of the token to pad with: the padding token, else the end token, or 0 if there is neither.
 
     Any token is suitable, because the model never attends to padding.
     """

@@ -1,7 +1,7 @@
-"""Loading of tokenizers from a folder or the Hugging Face Hub, saving, and storage inside checkpoints.
+"""Functions that load tokenizers from a folder or the Hugging Face Hub, save them, and store them inside checkpoints.
 
 A checkpoint may come from an untrusted source. File names that lead out of the folder, files above the size limits, and rules
-that make a short text grow without bound are errors. No code from a file is run.
+that make a short text grow without bound raise an error. No code from a file is run.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def pack_tokenizer(tokenizer: PreTrainedTokenizerBase) -> PackedFiles:
     """Return the contents of a tokenizer's files, for storage in a checkpoint.
 
     Returns:
-        A dict from relative path to content: text as a string, other bytes as ``{"base64": ...}``.
+        A dict from the relative path of each file to its content: a string for UTF-8 text, otherwise ``{"base64": ...}`` with
+        the bytes in base64.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -115,11 +116,14 @@ def _packed(data: bytes) -> str | dict[str, str]:
 
 
 def _checked(files: Mapping[Any, Any]) -> Iterator[tuple[PurePosixPath, bytes]]:
-    """Yield the relative path and the content of each packed file, after checking them.
+    """Check the files of a packed tokenizer, and yield the relative path and the content of each.
+
+    Args:
+        files: files in the format of :func:`pack_tokenizer`, from a checkpoint that may be untrusted.
 
     Raises:
-        ValueError: if a path leads out of the tokenizer's folder, a content is neither text nor base64 data, or there are too
-            many files or characters.
+        ValueError: if a path leads out of the tokenizer's folder, a file is neither text nor base64 data, or there are too many
+            files or characters.
     """
     if len(files) > MOST_FILES:
         raise ValueError(f"the checkpoint's tokenizer has {len(files)} files, more than {MOST_FILES}")

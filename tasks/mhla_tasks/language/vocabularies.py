@@ -1,4 +1,4 @@
-"""Comparison of vocabularies, so that tokens are read with the tokenizer that made them."""
+"""Comparison of the tokenizer of the data with the tokenizer that pretrained weights were trained with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
         other: second tokenizer.
 
     Returns:
-        Description of the lowest such index; None if the tokens of both agree.
+        Description of the lowest such index; None if there is none.
     """
     one, two = (_compared_tokens(part) for part in (tokenizer, other))
     for index in sorted(one.keys() & two.keys()):
@@ -39,7 +39,7 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
 
 
 def _compared_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return the tokens by index, without special tokens and without reserved ones."""
+    """Return a mapping from index to token, without special tokens and reserved ones such as ``[unused1]``."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {
         index: token
@@ -51,7 +51,7 @@ def _compared_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer that belongs to pretrained weights, to compare its vocabulary with that of the data.
 
-    Every process must call this function.
+    In distributed training, every process must call this function, because the processes communicate to find the checkpoint.
 
     Args:
         pretrained: path of a run, of a checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
@@ -82,11 +82,16 @@ def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, pretrained: str) -> None:
-    """Raise ValueError if a tokenizer gives other text to the tokens of pretrained weights than their own tokenizer does.
+    """Check that the tokenizer of the data and the tokenizer of pretrained weights give the same text to each token index.
 
     Args:
         tokenizer: tokenizer of the data; None to do nothing.
-        pretrained: path or name of the weights, as for :func:`pretrained_tokenizer`.
+        pretrained: path or name of the weights, as for :func:`pretrained_tokenizer`. If they come without a tokenizer, nothing
+            is checked.
+
+    Raises:
+        FileNotFoundError: if the path is a folder that holds neither an exported model nor a checkpoint.
+        ValueError: if a token index stands for different text in the two tokenizers, or the checkpoint cannot be read safely.
     """
     original = None if tokenizer is None else pretrained_tokenizer(pretrained)
     if tokenizer is None or original is None or not (conflict := vocabulary_conflict(original, tokenizer)):

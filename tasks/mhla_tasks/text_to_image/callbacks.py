@@ -35,6 +35,9 @@ class ImagePictures(DrawnSamples):
         at_end: whether to draw images at the end of training.
         at_start: whether to draw images before the first optimizer step, too.
         seed: random seed for the noise that sampling starts from.
+
+    Raises:
+        ValueError: if ``prompts`` is empty.
     """
 
     module_class = TextToImage
@@ -71,8 +74,8 @@ class SceneScores(ImagePictures):
     """Callback that draws scenes of digits, and logs the shares of images with correct digits, colors, count and positions.
 
     The metrics are ``scenes/digit``, ``scenes/colour``, ``scenes/count``, ``scenes/relation`` (position), and ``scenes/all``
-    for images that pass all checks. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. A classifier of
-    digits makes the checks, which are not perfect: 87% of the held-out scenes in the data pass them.
+    for images that pass all checks. Each evaluation also adds a line to ``scenes.jsonl`` in the log folder. The checks use a
+    digit classifier and are not perfect: 87% of the held-out scenes in the data pass all of them.
 
     Args:
         prompts: captions of scenes of digits, such as "a red three left of a green seven"; null for sixty fixed captions.
@@ -83,7 +86,7 @@ class SceneScores(ImagePictures):
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``per_prompt`` is below 1, or a prompt is not a caption of a scene of digits.
+        ValueError: if ``per_prompt`` is below 1, ``prompts`` is empty, or a prompt is not a caption of a scene of digits.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class SceneScores(ImagePictures):
         Args:
             trainer: Lightning trainer that runs the callback.
             module: module that drew the images.
-            samples: images ``[n, 3, H, W]`` uint8 on the CPU, one for each prompt.
+            samples: images ``[n, 3, H, W]`` uint8 on the CPU, ``per_prompt`` for each prompt.
             folder: log folder of the training run.
         """
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
@@ -134,6 +137,9 @@ class ClipScore(ImagePictures):
         at_end: whether to score the weights at the end of training.
         at_start: whether to score the weights before the first optimizer step, too.
         seed: random seed for the noise that sampling starts from.
+
+    Raises:
+        ValueError: if ``prompts`` is empty.
     """
 
     def __init__(
@@ -189,7 +195,7 @@ class ClipScore(ImagePictures):
         self.log_values(trainer, "clip", {"score": self.score(samples)})
 
     def _load(self) -> tuple[Any, Any]:
-        """Return the CLIP model and its processor, which are loaded on first use.
+        """Return the ``CLIPModel`` and the ``CLIPProcessor`` of transformers, which are loaded on the first call.
 
         Raises:
             FileNotFoundError: if there is no such model.

@@ -147,7 +147,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale and center the image of a digit ``[h, w]`` in a box ``[12, 12]``, and divide it by its brightest pixel."""
+    """Scale a digit's image ``[h, w]`` to fit a box ``[12, 12]``, center it, and divide it by its brightest pixel."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))
@@ -160,7 +160,7 @@ def _boxed(image: Tensor) -> Tensor:
 
 @cache
 def _reader() -> Any:
-    """Return a support vector classifier for digit images ``[12, 12]``, trained on cropped MNIST digits."""
+    """Return scikit-learn's support vector classifier, trained on cropped MNIST digits ``[12, 12]`` as rows of 144 numbers."""
     from sklearn.svm import SVC
 
     images, labels = load_mnist(True)

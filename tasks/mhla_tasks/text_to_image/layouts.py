@@ -1,4 +1,4 @@
-"""Copying of drawn images to the folder layouts that text-to-image benchmarks read."""
+"""Functions that copy drawn images to the folder layouts that text-to-image benchmarks read."""
 
 from __future__ import annotations
 
@@ -69,11 +69,14 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
 
 
 def _geneval(images: dict[str, list[Path]], prompts: Path) -> Contents:
-    """Return the files of GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``.
+    """List the files of GenEval's layout, one folder for each prompt: ``00000/metadata.jsonl``, ``00000/samples/0000.png``.
 
     Args:
-        images: image files of each prompt, by name.
+        images: image files of each prompt, by name of the prompt.
         prompts: path of GenEval's list of prompts.
+
+    Returns:
+        Functions that return the contents of the files, by path relative to the target folder.
 
     Raises:
         ValueError: if ``prompts`` is not a ``.jsonl`` file.
@@ -89,7 +92,13 @@ def _geneval(images: dict[str, list[Path]], prompts: Path) -> Contents:
 
 
 def _dpg(images: dict[str, list[Path]], _: Path) -> Contents:
-    """Return the files of DPG-Bench's layout, one PNG file for each prompt, in which its first four images are joined.
+    """List the files of DPG-Bench's layout, one PNG file for each prompt, in which its first four images are joined.
+
+    Args:
+        images: image files of each prompt, by name of the prompt.
+
+    Returns:
+        Functions that return the contents of the files, by path relative to the target folder.
 
     Raises:
         FileNotFoundError: if the prompts have fewer than four images.
@@ -104,7 +113,14 @@ def _dpg(images: dict[str, list[Path]], _: Path) -> Contents:
 
 
 def _mjhq(images: dict[str, list[Path]], _: Path) -> Contents:
-    """Return the files of MJHQ-30K's layout, the first image of each prompt as a PNG file with the prompt's name."""
+    """List the files of MJHQ-30K's layout, the first image of each prompt as a PNG file with the prompt's name.
+
+    Args:
+        images: image files of each prompt, by name of the prompt.
+
+    Returns:
+        Functions that return the contents of the files, by path relative to the target folder.
+    """
     return {f"{name}.png": partial(_image_bytes, paths[0]) for name, paths in images.items()}
 
 
@@ -122,8 +138,11 @@ def _numbered(images: Path, names: Sequence[str]) -> dict[str, list[Path]]:
         images: folder of the drawn images.
         names: name of each prompt.
 
+    Returns:
+        The image files by name of the prompt.
+
     Raises:
-        FileNotFoundError: if there are no images, or an image that other prompts have is missing.
+        FileNotFoundError: if there are no images, or a prompt lacks an image with a number that another prompt has.
     """
     files: dict[str, dict[int, Path]] = defaultdict(dict)
     for path in images.glob("*.png"):
@@ -147,7 +166,7 @@ def _check_target(target: Path, contents: Contents) -> None:
 
     Args:
         target: folder to write to, which need not exist.
-        contents: contents of the files to write.
+        contents: functions that return the contents of the files to write, by path relative to ``target``.
 
     Raises:
         FileExistsError: if the folder contains a different file.

@@ -113,7 +113,8 @@ class TextToImage(CaptionedDiffusion):
     def on_fit_start(self) -> None:
         """Check the image sizes of the data, and load what training needs.
 
-        The teacher is loaded if distillation is configured. The empty caption is embedded if training drops captions.
+        If distillation is configured, the teacher, which is the transformer with its original attention, is loaded. If training
+        drops captions, the empty caption is embedded.
 
         Raises:
             ValueError: if an image size is not a multiple of the autoencoder's downsampling factor, or the size of its latents
@@ -126,12 +127,12 @@ class TextToImage(CaptionedDiffusion):
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """Channels, height and width of a drawn image, in pixels."""
+        """Number of channels, and height and width in pixels, of a drawn image."""
         return (3, self.sampling.height, self.sampling.width)
 
     @property
     def prompts(self) -> list[str]:
-        """Prompts of the data module. Metrics such as FID are computed from equally many images for each prompt."""
+        """Prompts of the data module, for which metrics such as FID draw images in turn."""
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         return [prompt for _, prompt in RequestedSamples(data.prompts, data.known_prompts, "png").prompts]
 

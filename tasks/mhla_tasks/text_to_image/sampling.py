@@ -18,7 +18,7 @@ class SanaSamplingConfig:
 
     Args:
         sampler: dpm (DPM-Solver++ for flow matching, SANA's default) or euler.
-        steps: number of sampling steps. Each step evaluates the network once, or on a batch of twice the size with guidance.
+        steps: number of sampling steps. Each step evaluates the network once. With guidance, the batch size is doubled.
         guidance: scale of classifier-free guidance (arXiv 2207.12598), at least 1; 1 to sample without guidance.
         height: height of the images in pixels.
         width: width of the images in pixels.

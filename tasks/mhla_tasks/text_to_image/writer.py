@@ -22,8 +22,8 @@ class ImageWriter(SampleFolder):
     picture ``images.png`` shows the first images.
 
     Args:
-        folder: path of the folder that receives this output; None for the log folder. Images that already exist there are not
-            drawn again.
+        folder: path of the folder for these files; None for the log folder. Images that already exist there are not drawn
+            again.
     """
 
     kind = "images"

@@ -1,4 +1,4 @@
-"""Writing of the model card (``README.md``) of an exported model."""
+"""Writer of the model card (``README.md``) of an exported model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ExportedRun:
     live: bool
 
     def configuration(self) -> Any:
-        """Return the configuration of the checkpoint's run, without secrets and local folders; None if it cannot be read."""
+        """Return the run's configuration as nested dicts, without secrets and local folders; None if it cannot be read."""
         for folder in self.checkpoint.absolute().parents[:3]:  # RUN/checkpoints/recovery/NAME.ckpt at most
             if (folder / CONFIG).is_file() and is_run(folder):
                 try:
@@ -63,7 +63,7 @@ class ExportedRun:
 def is_own(text: str) -> bool:
     """Return whether a model card is unchanged since :func:`write_card` wrote it, according to the checksum at its end.
 
-    Line endings of Windows, to which Git may convert the card, are not a change.
+    Line endings of Windows, to which Git may convert those of the card, do not count as a change.
     """
     content, mark, digest = text.replace("\r\n", "\n").rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
@@ -175,7 +175,7 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
-    """Return Markdown with the last metrics before the checkpoint, and sentences about the weights that they belong to.
+    """Return Markdown with the last metrics before the checkpoint, and sentences about the weights that were measured.
 
     Args:
         content: entries of the model's checkpoint, without tensors.
@@ -203,7 +203,7 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
 
 
 def _classes(module: TrainingModule) -> list[str]:
-    """Return a section with the names of a model's classes, in the order of the model's outputs; empty if it has no classes."""
+    """Return a list with one Markdown section that names a model's classes; an empty list if the model has no classes."""
     names = getattr(module, "class_names", None) or getattr(module, "label_names", None)
     if not names:
         return []

@@ -44,7 +44,7 @@ def compare(
 
     Raises:
         FileNotFoundError: if a folder does not exist or does not contain any run.
-        ValueError: if a file of a run is invalid, if no run recorded one of the metrics, or if there is no curve to draw.
+        ValueError: if a file of a run is invalid, ``metrics`` has a name that is unknown, or there is no curve to draw.
     """
     runs = read_runs(folders)
     groups = group_runs(runs)

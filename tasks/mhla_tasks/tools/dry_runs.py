@@ -135,16 +135,17 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
 
 
 def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
-    """Describe options of a run that would resume, but was trained with other options than it has now.
+    """Describe how the options of a run differ from those with which it was trained before, if it would resume.
 
-    Only options that decide the results are compared. A larger ``max_epochs`` continues a run; a smaller one is a change.
+    Only options that affect the results are compared. A larger ``max_epochs`` continues a run; a smaller one is a change.
 
     Args:
         run: run of a sweep.
-        command_line: command line of the run as it is now.
+        command_line: command line of the run with its present options.
 
     Returns:
-        Text such as ``model.training.optimizer.lr 0.002, not 0.5``; empty if nothing has been trained, or nothing changed.
+        Text with the earlier and the present values, such as ``model.training.optimizer.lr 0.002, not 0.5``; empty if nothing
+        has been trained, or nothing changed.
     """
     path = Path(run.folder, CONFIG)
     if command_line.plan.checkpoint is None or not path.exists():
@@ -192,9 +193,9 @@ def _build(run: CheckedRun, here: bool) -> DryCLI:
 
 
 def _check_files(command_line: DryCLI) -> None:
-    """Check that the local files and folders exist that a data module of the suite reads.
+    """Check that all local files and folders that the data module reads exist, if the module belongs to this package.
 
-    A location is looked up as the data module does it: as shards if the module reads shards, otherwise as a file or folder.
+    Locations are treated as shards if the data module reads shards, and otherwise as files or folders.
 
     Args:
         command_line: command line whose data module has been built.
@@ -233,7 +234,7 @@ def _check_paths(locations: Sequence[str]) -> None:
 
 
 def main() -> None:
-    """Read runs from standard input, check them, and write the message about the first problem to standard output."""
+    """Read runs as JSON from standard input, check them, and write the first problem as JSON to standard output."""
     with os.fdopen(os.dup(1), "w") as answer:
         os.dup2(2, 1)  # libraries print to standard output, too
         request = json.load(sys.stdin)

@@ -61,6 +61,7 @@ def write_export(
 
     Raises:
         FileNotFoundError: if no checkpoint exists at the path.
+        FileExistsError: if ``folder`` is a file.
         ValueError: if the checkpoint was not trained with this package, or the model's task does not support one of the
             options.
     """
@@ -103,8 +104,8 @@ def _command(
 def remove_private(folder: Path) -> None:
     """Remove secrets, and the directory parts of local paths, from the JSON configurations in an exported folder.
 
-    In files such as ``config.json``, libraries store the path from which a model or a tokenizer was loaded. Vocabularies are
-    not changed.
+    In files such as ``config.json``, libraries store the path from which a model or a tokenizer was loaded. Vocabularies and
+    class names are not changed.
 
     Args:
         folder: exported folder, which the user may publish. The files in it are changed in place.
@@ -122,7 +123,7 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether a new export must delete a file of an earlier one, because libraries would load it with the new files.
+    """Return whether a new export must delete a file of an earlier export that libraries would load with the new files.
 
     Args:
         names: names of files and folders that exports of the model's task write.

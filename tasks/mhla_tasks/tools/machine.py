@@ -11,7 +11,7 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 @passes_on
 def doctor(arguments: Sequence[str]) -> int:
-    """Check this machine: versions, devices, the MHLA operator, a short training run; --json prints JSON.
+    """Check versions, devices, the MHLA operator and a short training run on this machine; --json prints JSON.
 
     Args:
         arguments: command-line arguments after ``lightning doctor``.

@@ -102,9 +102,9 @@ def linearize(parser: ArgumentParser) -> Run:
 
     The source is a causal language model, a text encoder or an image encoder of transformers, or an image encoder of timm. It
     is a folder, a name on the Hugging Face Hub (for timm: timm:ARCHITECTURE, timm:OWNER/NAME or timm/NAME), a GGUF file, or an
-    ONNX file of DINOv2. There are two training runs. The first matches each new layer to the original one, and the second
-    trains the replaced layers, or what --trained names, to predict what the original model predicts. Layers whose replacement
-    would increase the loss most keep softmax attention. The best state of the second run is exported.
+    ONNX file of DINOv2. There are two training runs. The first matches each new layer to the original one. The second trains
+    the replaced layers, or the parameters that --trained selects, to reproduce the predictions of the original model. Layers
+    whose replacement would increase the loss most keep softmax attention. The best state of the second run is exported.
 
     Text data are text files, tables (.jsonl, .csv, ...) and folders of them. Image data are folders with subfolders of images,
     or shards. The numbers of steps are computed from the budget by timing a few steps. After an interruption, the same command

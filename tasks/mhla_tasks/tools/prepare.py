@@ -89,7 +89,7 @@ def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int,
 
 
 def _describe(paths: Sequence[Path], part: str = "") -> str:
-    """Describe how many shards there are, with ``part`` behind the number, and where they are."""
+    """Describe the number and the paths of shards. The text ``part`` is inserted after the number."""
     if len(paths) == 1:
         return f"1 shard{part}: {paths[0]}"
     return f"{len(paths)} shards{part}: {paths[0]} to {paths[-1].name}"

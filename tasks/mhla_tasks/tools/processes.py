@@ -30,7 +30,8 @@ def describe_status(status: int) -> str:
 def run_command(command: list[str], output: Path | None = None, inherited: Sequence[int] = ()) -> int:
     """Run a command and wait until it ends.
 
-    The signals SIGTERM and SIGUSR1 are forwarded to the command, which is never killed.
+    The signals SIGTERM and SIGUSR1 are forwarded to the command, which decides how to react. The command is
+    never killed.
 
     Args:
         command: program and arguments.

@@ -24,7 +24,7 @@ LONGEST_CAUSE = 500
 
 @dataclass(frozen=True)
 class CheckedRun:
-    """Run of a sweep whose options are checked.
+    """Folder and command-line arguments of a run of a sweep, whose options are to be checked.
 
     Attributes:
         folder: folder of the run.

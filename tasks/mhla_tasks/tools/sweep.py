@@ -114,7 +114,7 @@ class SweepProgress:
         console: rich console on standard error.
         seconds: durations in seconds of the runs that this process trained. :meth:`running` appends to it.
         done: number of runs that have ended.
-        ready: number of runs that finished before and are still to be counted.
+        ready: number of runs that had finished before this sweep started, and are not yet included in ``done``.
     """
 
     count: int
@@ -143,7 +143,7 @@ class SweepProgress:
         self.seconds.append(time.monotonic() - start)
 
     def left(self) -> str:
-        """Describe the number of remaining runs and their estimated duration; empty if there is no estimate."""
+        """Describe the number of remaining runs and their estimated duration; empty if none remain or there is no estimate."""
         remaining = self.count - self.done - self.ready
         if not self.seconds or not remaining:
             return ""
@@ -165,7 +165,7 @@ class SweepProgress:
 
 
 def _position(folder: Path) -> str:
-    """Describe the latest validation of the run in training, such as ``, step 600: val/loss 0.31``; empty without one."""
+    """Describe the latest validation of a run, such as ``, step 600: val/loss 0.31``; empty before the first validation."""
     record = _stored(folder / RECORD)
     try:
         metric = record["best"]["metric"]
@@ -202,8 +202,8 @@ def read_sweep(line: CommandLine) -> Sweep:
     """Build a sweep from a parsed command line with ``--sweep`` options.
 
     Raises:
-        UsageError: if the command is not ``fit``, a ``--sweep`` has no values, a key or a value occurs twice, or a key is not
-            an option of a run, or the arguments for ``sbatch`` cannot be split.
+        UsageError: if the command is not ``fit``, a ``--sweep`` has no values, a key or a value occurs twice, a key is not an
+            option that a sweep can vary, or the arguments for ``sbatch`` have unbalanced quotation marks.
     """
     if line.command != "fit":
         raise UsageError(f"--sweep trains several runs: use lightning fit, not lightning {line.command}")
@@ -391,7 +391,7 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
 
 
 def _saved_arguments(line: CommandLine) -> dict[str, Any]:
-    """Return the arguments of a run without secrets, and SHA-256 hashes of the configuration files that they name."""
+    """Return the arguments of a run without secrets (``words``), and the SHA-256 of each configuration file (``configs``)."""
     files = {
         path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
     }

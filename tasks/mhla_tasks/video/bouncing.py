@@ -41,7 +41,7 @@ def bounce(digit: Tensor, size: tuple[int, int, int], speed: int, generator: tor
 
     Args:
         digit: image of the digit, ``[1, S, S]`` in 0 .. 1.
-        size: number of frames, and height and width of the canvas in pixels, above S.
+        size: number of frames, and height and width of the canvas in pixels. Both sides of the canvas are larger than S.
         speed: largest speed along each axis, in pixels per frame.
         generator: random generator; None for torch's global generator.
 
@@ -64,8 +64,8 @@ class BouncingDigitSamples:
     """Map-style data set of clips with a bouncing digit, one clip for each digit.
 
     Args:
-        train: whether to show the training digits instead of the held-out digits. Training clips get a new random start and
-            direction each time they are read. Clips of held-out digits are always the same.
+        train: whether to show the training digits instead of the held-out digits. Training clips get a new random start,
+            direction and speed each time they are read. Clips of held-out digits are always the same.
         frames: number of frames in a clip.
         height: height of the canvas in pixels.
         width: width of the canvas in pixels.

@@ -46,7 +46,8 @@ def read_clip(
         Frames ``[frames, 3, H, W]`` uint8.
 
     Raises:
-        BrokenSampleError: if the file cannot be read, or is shorter than the clip.
+        BrokenSampleError: if the file cannot be read or is shorter than the clip, or if ``size`` is None and the frames differ
+            in size.
     """
     with open_video(data, name, extension) as video:
         step = 1 / (fps or video.rate)
@@ -71,7 +72,7 @@ def read_clip(
 def read_beginning(
     data: bytes, name: str, most: int, fps: float | None, size: tuple[int, int], extension: str = "mp4"
 ) -> Tensor:
-    """Decode the first frames of an MP4 or GIF file, fewer than asked for if the video is shorter.
+    """Decode the first frames of an MP4 or GIF file, or all frames if the video has fewer.
 
     With ``fps``, the last frame counts only if the video continues for at least a quarter of a frame interval after the time of
     this frame. A video of n frames at this rate therefore gives n frames.
@@ -135,7 +136,7 @@ def _too_short(video: Video, frames: int, fps: float | None, span: float) -> boo
 
 
 def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
-    """Yield up to ``count`` consecutive frames of a video; fewer if it ends.
+    """Yield up to ``count`` consecutive PyAV frames of a video, fewer if the video ends before that.
 
     Args:
         video: opened video.
@@ -154,7 +155,7 @@ def _consecutive(video: Video, start: float, count: int) -> Iterator[Any]:
 
 
 def _frames_at(video: Video, start: float, step: float, count: int, late: float = EARLY) -> Iterator[Any]:
-    """Yield the frames that a player shows at ``start`` and every ``step`` seconds after it, up to ``count`` frames.
+    """Yield the PyAV frames that a player shows at ``start`` and every ``step`` seconds after it, up to ``count`` frames.
 
     Times are in seconds from the start of the video. A frame is shown until the next one begins, and the last frame for its
     duration. Timestamps are not exact, because files round them and the frame rates of cameras vary. A frame therefore counts
@@ -163,8 +164,8 @@ def _frames_at(video: Video, start: float, step: float, count: int, late: float 
 
     Args:
         video: opened video.
-        start: first time.
-        step: interval between two times.
+        start: time for which the first frame is yielded, in seconds.
+        step: interval between the times, in seconds.
         count: number of frames.
         late: how long after the end of the video the last frame is still taken, as a share of ``step``. If it is negative, the
             last frame must be shown for at least this share.

@@ -36,6 +36,9 @@ class FrameShape:
         depth: number of layers.
         heads: number of attention heads.
         mlp_ratio: inner width of the MLPs divided by the width of the tokens.
+
+    Raises:
+        ValueError: if ``patch_size``, ``dim``, ``depth``, ``heads`` or ``mlp_ratio`` is not positive.
     """
 
     levels: int = 2
@@ -166,9 +169,9 @@ class VideoContinuation(GenerativeModule):
     @property
     @override
     def usage(self) -> dict[str, str]:
-        """Command that continues held-out clips with the trained model, by purpose, for the report of a run.
+        """Mapping from purpose to command, for the report of a run, with the command that continues held-out clips.
 
-        ``{run}`` stands for the option that names the run. The command asks for no more frames than the attention supports.
+        ``{run}`` stands for the option that names the run. The command requests no more frames than the attention supports.
         """
         most = self.network.max_frames
         length = f" --frames {most}" if most is not None and most < self.sampling.frames else ""
@@ -196,6 +199,13 @@ class VideoContinuation(GenerativeModule):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute and log the mean cross-entropy of frames that are predicted from earlier frames with random errors.
 
+        Args:
+            batch: dict with the clips ``video``, ``[B, C, F, H, W]`` with values in -1 .. 1.
+            batch_idx: not used.
+
+        Returns:
+            Scalar loss, float32, in nats per pixel and channel.
+
         Raises:
             ValueError: if the clips do not have the number of frames that the option ``frames`` states.
         """
@@ -212,7 +222,7 @@ class VideoContinuation(GenerativeModule):
         """Compute the mean cross-entropy of each clip, with each frame predicted from the true earlier frames.
 
         Args:
-            batch: batch with clips ``video``, ``[B, C, F, H, W]`` with values in -1 .. 1.
+            batch: dict with the clips ``video``, ``[B, C, F, H, W]`` with values in -1 .. 1.
             generators: not used, because the loss has no randomness.
 
         Returns:
@@ -225,7 +235,7 @@ class VideoContinuation(GenerativeModule):
         """Compute the mean cross-entropy of each clip over the frames that the model predicts: all after the first ``start``.
 
         Args:
-            seen: intensity levels of the pixels that the model sees, ``[B, F, C, H, W]``.
+            seen: levels of the pixels that the model sees, ``[B, F, C, H, W]`` int64, see :meth:`FrameTransformer.to_levels`.
             frames: true levels, in the same shape.
 
         Returns:
@@ -248,10 +258,10 @@ class VideoContinuation(GenerativeModule):
         The model can then correct such errors in clips that it continues itself.
 
         Args:
-            frames: levels ``[B, F, C, H, W]``.
+            frames: levels ``[B, F, C, H, W]`` int64.
 
         Returns:
-            Levels with errors, in the same shape. The argument stays unchanged.
+            Levels with errors, in the same shape and dtype. The argument stays unchanged.
         """
         levels, errors = self.network.levels, self.errors
         if errors.noise:
@@ -266,6 +276,11 @@ class VideoContinuation(GenerativeModule):
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> dict[str, Any]:
         """Continue the clips of a batch, except those whose files already exist.
 
+        Args:
+            batch: dict with ``video``, ``[B, C, F, H, W]`` in -1 .. 1; ``valid``, ``[B]`` bool, False for clips that only fill
+                up the batch; ``index`` and ``caption``; and optionally ``frames``, the number of frames of each true clip.
+            batch_idx: not used.
+
         Returns:
             A dict with three entries for the n continued clips, which are empty lists if n is 0:
 
@@ -273,13 +288,13 @@ class VideoContinuation(GenerativeModule):
             * ``truth``: list of the true clips ``[F, C, H, W]`` uint8. They may be shorter if the batch has their lengths in
               the entry ``frames``.
             * ``rows``: a dict for each clip with ``file`` (file name), ``prompt`` (the caption), ``index`` (in the data set),
-              ``video`` (a digest of the true clip), ``seconds`` (mean time per clip) and ``at_once`` (number of clips continued
-              together).
+              ``video`` (a digest of the true clip), ``seconds`` (mean time per clip in seconds) and ``at_once`` (number of
+              clips continued together).
 
             Each row also has three lists with a number for each predicted frame:
 
-            * ``frame_seconds``: time for all clips that are continued together.
-            * ``state_bytes``: size of the generation states of one clip.
+            * ``frame_seconds``: time in seconds for all clips that are continued together.
+            * ``state_bytes``: size in bytes of the generation states of one clip.
             * ``error``: error relative to the norm of the true frame. There is no number after the end of the true clip.
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()

@@ -71,7 +71,7 @@ class ContinuationPictures(PeriodicEvaluation):
         self._held_out = data.held_out(self.frames or pl_module.sampling.frames, self.clips)
 
     def evaluate(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the clips and write pictures of them, on the first process, or on all if the weights are sharded."""
+        """Continue the clips, on all processes if the weights are sharded, and write pictures of them on the first process."""
         assert isinstance(pl_module, VideoContinuation)
         folder = run_folder(trainer)  # a collective, so every process must call it
         if trainer.is_global_zero or shards_weights(trainer):

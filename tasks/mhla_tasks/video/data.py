@@ -39,11 +39,11 @@ def beginnings(
     channels: int,
     clips: int | None,
 ) -> Beginnings:
-    """Return a data set with the first frames of each video, which the trainer's model continues.
+    """Return a data set with the first frames of each video, for a model that continues them.
 
     Args:
-        trainer: trainer of the model. Each video must have the frames that come before the first one that the model predicts;
-            None to require one frame.
+        trainer: trainer of the model, which determines how many frames every video must have: those that the model copies.
+            If it is None, or its model does not continue videos, every video must have at least one frame.
         files: video files.
         size: maximum number of frames, and height and width in pixels.
         fps: number of frames to take per second of video; None to take consecutive frames.
@@ -70,6 +70,9 @@ class ClipData(CaptionedData):
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
+
+        Returns:
+            Data set whose samples are dicts with ``video``, ``[C, F, H, W]`` float32 in -1 .. 1, ``caption`` and ``index``.
         """
         raise NotImplementedError
 
@@ -239,7 +242,8 @@ class VideoFolders(ResumableDataModule):
         seed: random seed for the order of the videos and for the positions of the clips; null for the seed of seed_everything.
 
     Raises:
-        ValueError: if ``channels`` is neither 1 nor 3, or if ``frames``, ``height``, ``width`` or ``clips`` is below 1.
+        ValueError: if ``channels`` is neither 1 nor 3, if ``frames``, ``height``, ``width`` or ``clips`` is below 1, or if
+            ``fps`` is not positive.
     """
 
     def __init__(

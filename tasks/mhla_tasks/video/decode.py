@@ -160,7 +160,7 @@ class Video:
         return () if data is None else tuple(np.frombuffer(bytes(data), np.int32).tolist())
 
     def _build(self, layout: tuple[Any, ...], matrix: tuple[int, ...]) -> Any:
-        """Build the ffmpeg filter graph that converts frames to RGB pixels.
+        """Build the filter graph, a PyAV ``Graph``, that converts frames to RGB pixels.
 
         Args:
             layout: width, height, pixel format, color space and color range of the frames.
@@ -240,8 +240,8 @@ def open_video(data: bytes, name: str, extension: str = "mp4") -> Iterator[Video
         extension: expected format, ``"mp4"`` or ``"gif"``.
 
     Yields:
-        The opened video. If the file has several video streams, it uses the stream that ffmpeg would choose, and never a cover
-        picture.
+        The opened video. If the file has several video streams, the one that ffmpeg would choose is used, and never a
+        cover picture.
 
     Raises:
         BrokenSampleError: if the file cannot be decoded, on opening or later inside the ``with`` block; the message names the
@@ -270,7 +270,7 @@ def open_video(data: bytes, name: str, extension: str = "mp4") -> Iterator[Video
 
 
 def _chosen_stream(container: Any, name: str) -> Any:
-    """Choose the video stream that ffmpeg would: the one with the largest frames, with a bonus for streams marked as default.
+    """Choose the PyAV video stream with the largest frames, like ffmpeg, with a bonus for streams marked as default.
 
     Raises:
         BrokenSampleError: if there is no video stream, or no decoder for it.

@@ -77,7 +77,7 @@ def moving_digits(name: Name, train: bool) -> tuple[Tensor, Tensor]:
         train: whether to load the training digits instead of the held-out digits.
 
     Returns:
-        Images ``[n, 1, S, S]`` in 0 .. 1, and labels ``[n]``.
+        Images ``[n, 1, S, S]`` float32 in 0 .. 1, and labels ``[n]`` int64.
     """
     images, labels = LOADERS[name](train)
     if name == "mnist":

@@ -22,7 +22,7 @@ from lightning_mhla.system.options import as_dataclass
 class FrameTransformer(ModelMixin, ConfigMixin):
     """Transformer that predicts the next frame of a video from all frames so far.
 
-    The colors of a pixel are levels, whole numbers from 0 to ``levels - 1``. Each frame is divided into square patches, and the
+    The colors of a pixel are levels, integers from 0 to ``levels - 1``. Each frame is divided into square patches, and the
     model reads a patch and its surroundings as one token. A token attends to all tokens of its frame and of earlier frames
     (block-causal attention). From the token of a patch, the model predicts the levels of the same patch in the next frame.
     Unless the mixing coefficients are dense, the model continues clips of any length.
@@ -37,7 +37,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         frames: number of frames of a training clip. Dense mixing coefficients do not support longer clips.
         layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
             length; None to use ``attention.kind`` in all layers.
-        levels: number of levels of a pixel.
+        levels: number of gray or color levels of a pixel, from 2 to 256.
         patch_size: side of the square patches, in pixels, an even number.
         dim: width of the tokens.
         depth: number of layers.
@@ -150,7 +150,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return self._levels(out[:, -self.tokens :], frames[:, -1:]).argmax(-1)
 
     def new_cache(self) -> GenerationCache:
-        """Create empty generation states, with which a clip begins, for :meth:`next_frame`."""
+        """Create empty generation states for :meth:`next_frame`, for the beginning of clips."""
         return GenerationCache(len(self.backbone.layers))
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ def relative_errors(frames: Tensor, truth: Tensor) -> Tensor:
 
     Returns:
         Errors ``[F]`` float32: the norm of the difference divided by the norm of the true frame. The error is 0 for a perfect
-        frame, and 1 for a black one. It is NaN if only the true frame is black, because it has no content to compare with.
+        frame, and 1 for a black one. If only the true frame is black, its norm is zero and the error is NaN.
     """
     frames, truth = frames.float().flatten(1), truth.float().flatten(1)
     differences, sizes = (frames - truth).norm(dim=1), truth.norm(dim=1)

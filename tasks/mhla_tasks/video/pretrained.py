@@ -44,7 +44,7 @@ def published_names(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: weights by published name.
 
     Returns:
-        The weights by diffusers' names; weights that MHLA adds have the names in this package.
+        The weights by diffusers' names; weights that MHLA adds have the names that this package uses.
 
     Raises:
         ValueError: if the weights belong to a variant of the authors' attention that this package does not support.
@@ -90,7 +90,7 @@ def load_published(path: str, block_grid: tuple[int, ...] = PUBLISHED_GRID) -> A
             three numbers.
 
     Returns:
-        A diffusers transformer with replaced attention, in evaluation mode.
+        The diffusers ``WanTransformer3DModel`` with replaced attention, in evaluation mode.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.

@@ -109,7 +109,7 @@ class UncaptionedClips:
         return {"video": to_signed(_with_channels(clip, self.channels)), "index": index}
 
     def check(self) -> None:
-        """Detect videos that are too short or damaged, by decoding only the first frames of all videos.
+        """Check that no video is too short or damaged, by decoding only as many frames of each as a clip has.
 
         Raises:
             BrokenSampleError: if a video is too short or damaged. The message names up to five such videos.
@@ -204,10 +204,10 @@ class Beginnings:
 
 
 def _position(anywhere: bool) -> float:
-    """Return the position of a clip within its video: a random one, or the middle."""
+    """Return the position of a clip within its video, from 0 to 1: a random one, or else the middle, 0.5."""
     return float(torch.rand(())) if anywhere else 0.5
 
 
 def _with_channels(clip: Tensor, channels: int) -> Tensor:
-    """Convert frames ``[F, 3, H, W]`` uint8 to gray ``[F, 1, H, W]`` if ``channels`` is 1."""
+    """Convert frames ``[F, 3, H, W]`` uint8 to gray ``[F, 1, H, W]`` if ``channels`` is 1; keep them if it is 3."""
     return clip if channels == 3 else v2.functional.rgb_to_grayscale(clip)

@@ -95,7 +95,7 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
         clips: continued clips, all of the same length, in the same format and order.
 
     Returns:
-        Clips ``[n, F, C, H, 2 W + 1]`` uint8, with a gray line between the two.
+        Clips ``[n, F, C, H, 2 W + 1]`` uint8, with a gray line between the two halves.
     """
     joined = []
     for true, clip in zip(truth, clips, strict=True):

@@ -29,8 +29,7 @@ class ClipWriter(SampleFolder):
     clips.
 
     Args:
-        folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
-            drawn again.
+        folder: path of the folder for these files; None for the log folder. Clips that already exist there are not drawn again.
     """
 
     kind = "videos"
@@ -57,8 +56,7 @@ class ContinuationWriter(ClipWriter):
     states in bytes. The values at the trained length and at each doubling of it are printed.
 
     Args:
-        folder: path of the folder that receives this output; None for the log folder. Clips that already exist there are not
-            drawn again.
+        folder: path of the folder for these files; None for the log folder. Clips that already exist there are not drawn again.
     """
 
     origin = ("height", "width", "channels", "frames", "start", "shape", "attention", "layer_kinds", "sampling")

@@ -29,8 +29,9 @@ class CrossArguments(NamedTuple):
         key_tables: lookup tables of the keys.
         query_mask: ``[B, Nq]`` bool, False for masked queries; None if no query is masked.
         key_mask: ``[B, Nk]`` bool, False for masked keys; None if no key is masked.
-        cu_seqlens: bounds of the packed sequences of queries, ``[S + 1]`` on the device of q; None without packing.
-        key_cu_seqlens: bounds of the packed sequences of keys.
+        cu_seqlens: index of the first query of each of S packed sequences, followed by Nq, ``[S + 1]`` on the device of q; None
+            without packing.
+        key_cu_seqlens: index of the first key of each packed sequence, followed by Nk, in the same form.
         block_size: queries in a block; 0 for uneven blocks.
         key_block_size: keys in a block; 0 for uneven blocks.
         block_offsets: index of the first query of each uneven block, followed by Nq; None for blocks of equal size.
@@ -72,14 +73,14 @@ class CrossArguments(NamedTuple):
 
 
 class Side(Call):
-    """One side of a cross-attention call, queries or keys, as the rows of the kernels that it shares with self-attention.
+    """Kernel call for one side of cross-attention, queries or keys, whose tokens are the rows of the matrix of scores.
 
-    The kernels expect q, k and v on each side. The tensors that a side lacks are placeholders with the length of the side, and
-    only their shapes are read.
+    The kernels are those of self-attention and expect q, k and v on each side. A tensor that a side lacks is replaced with a
+    placeholder, whose shape is read but whose entries are not.
 
     Args:
         arguments: arguments of the kernels for this side.
-        other: call of the other side, whose sizes, tables and mask the kernels read.
+        other: call of the other side, whose tokens are the columns of the matrix of scores.
     """
 
     def __init__(self, arguments: Arguments, other: Call) -> None:
@@ -106,7 +107,7 @@ class Side(Call):
 
 
 def sides(arguments: CrossArguments) -> tuple[Side, Side]:
-    """Return the kernel calls for the two sides of cross-attention, with queries as rows and with keys as rows."""
+    """Return two kernel calls for cross-attention: one with queries and one with keys as the rows of the matrix of scores."""
     q, k, v = arguments[:3]
     of_queries = Arguments(
         q,

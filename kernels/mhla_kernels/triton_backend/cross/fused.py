@@ -24,12 +24,12 @@ from mhla_kernels.verdicts import may_use
 def attend_cross_fused(problem: CrossProblem, form: str, only_if_sound: bool) -> Tensor | None:
     """Compute cross-attention with the fused Triton kernels.
 
-    Queries, keys and values are converted to one dtype: float32 if any of them has it, else bfloat16. Mixing coefficients
+    Queries, keys and values are converted to one dtype: float32 if any of them is float32, else bfloat16. Mixing coefficients
     become a float32 matrix, and the scale of the outputs is multiplied into it.
 
     Args:
         problem: checked arguments of the call. The feature map and the masks are not applied yet; the kernels do this.
-        form: ``"parallel"`` or ``"chunked"``.
+        form: algorithm: ``"parallel"`` (weights of all token pairs) or ``"chunked"`` (a summary of each block of keys).
         only_if_sound: whether to compare the kernels with PyTorch before their first use, and to compute the outputs with
             PyTorch if the kernels fail later.
 
@@ -81,11 +81,13 @@ def attend_cross_fused(problem: CrossProblem, form: str, only_if_sound: bool) ->
 
 
 def _kind(problem: CrossProblem, form: str, dtype: torch.dtype) -> CrossKind:
-    """Describe the Triton kernels that a cross-attention call needs, with block sizes that are not rounded yet.
+    """Describe the Triton kernels that a cross-attention call needs, by dtype, sizes and options.
+
+    The block sizes are not rounded here. :func:`sound_cross_kernels` rounds them, so that similar sizes share one trial.
 
     Args:
         problem: checked arguments of the call.
-        form: ``"parallel"`` or ``"chunked"``.
+        form: algorithm: ``"parallel"`` (weights of all token pairs) or ``"chunked"`` (a summary of each block of keys).
         dtype: dtype of the operands, float32 or bfloat16.
     """
     sides: list[TokenLayout] = list(problem.layout)

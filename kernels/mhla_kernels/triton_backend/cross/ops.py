@@ -10,10 +10,10 @@ from mhla_kernels.triton_backend.ops import register_attention
 
 
 def _operations(shapes: Any) -> int:
-    """Count the additions and multiplications in the matrix products of a forward pass.
+    """Count the additions and multiplications in the matrix products of a forward pass of cross-attention.
 
     Args:
-        shapes: a :class:`CrossArguments` with shapes in place of tensors.
+        shapes: a :class:`CrossArguments` object with shapes in place of tensors.
     """
     (batch, queries, heads, key_width), keys, width = shapes.q, shapes.k[1], shapes.v[-1]
     if shapes.form == "parallel":

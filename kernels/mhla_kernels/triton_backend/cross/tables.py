@@ -21,18 +21,18 @@ from mhla_kernels.triton_backend.tables import END, FIRST, ROW, START, BlockTabl
 def cross_tables(
     layout: CrossLayout, form: str, one_matrix: bool, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Make the lookup tables of the queries and of the keys.
+    """Make the lookup tables in which the kernels of cross-attention find the blocks and sequences of queries and of keys.
 
     Args:
         layout: partition of both sides into blocks. Bounds of packed sequences are on the device.
-        form: ``"parallel"`` or ``"chunked"``.
+        form: algorithm: ``"parallel"`` (weights of all token pairs) or ``"chunked"`` (a summary of each block of keys).
         one_matrix: whether packed sequences share one matrix of coefficients, in which blocks are counted from the first token
             of each sequence. Otherwise the matrix covers all blocks of all sequences.
         device: device of the tables.
 
     Returns:
-        For each side, a list of int32 tables: ``table`` and ``sequences`` of :class:`BlockTables`, and in the parallel form the
-        row of each token's block in the matrix, ``[N]``.
+        Two lists of int32 tables, for the queries and for the keys. Each list holds ``table`` and ``sequences`` of
+        :class:`BlockTables` and, in the parallel form, the index of each token's block in the matrix, ``[N]``.
     """
     if layout.is_packed:
         return _make(device, layout.queries, layout.keys, form, one_matrix)
@@ -61,11 +61,12 @@ def _make(
 
 
 def token_ranges(table: Tensor, bounds: Tensor | None, other: TokenLayout) -> Tensor:
-    """Return for each block or tile of one side (queries or keys) the range of tokens of the other side that it is paired with.
+    """Return the range of tokens of the other side with which each block or tile of one side (queries or keys) forms pairs.
 
     Args:
         table: table of the M blocks or tiles of one side, ``[7, M]`` int32, as in :class:`BlockTables`.
-        bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
+        bounds: index of the first token of each of S packed sequences of this side, followed by its number of tokens,
+            ``[S + 1]``; None without packing.
         other: layout of the other side.
 
     Returns:
@@ -78,11 +79,12 @@ def token_ranges(table: Tensor, bounds: Tensor | None, other: TokenLayout) -> Te
 
 
 def block_ranges(table: Tensor, bounds: Tensor | None, other: BlockTables) -> Tensor:
-    """Return for each block of one side (queries or keys) the range of blocks of the other side with which it is mixed.
+    """Return the range of blocks of the other side with which each block of one side (queries or keys) is mixed.
 
     Args:
         table: table of the M blocks of one side, ``[7, M]`` int32, as in :class:`BlockTables`.
-        bounds: index of the first token of each packed sequence, followed by the number of tokens; None without packing.
+        bounds: index of the first token of each of S packed sequences of this side, followed by its number of tokens,
+            ``[S + 1]``; None without packing.
         other: tables of the other side.
 
     Returns:
@@ -99,14 +101,14 @@ def _constant_ranges(table: Tensor, end: int) -> Tensor:
 
 
 def _ranges(table: Tensor, bounds: Tensor, firsts: Tensor, ends: Tensor, unused: int) -> Tensor:
-    """Look up for each block or tile the range of its packed sequence.
+    """Look up, for each block or tile of one side, the range of the other side that belongs to the same packed sequence.
 
     Args:
-        table: table of M blocks or tiles, ``[7, M]`` int32.
+        table: table of M blocks or tiles, ``[7, M]`` int32, as in :class:`BlockTables`.
         bounds: index of the first token of each of S sequences, followed by the number of tokens, ``[S + 1]``.
         firsts: start of each sequence's range, ``[S]``.
         ends: end of each sequence's range, ``[S]``.
-        unused: start of the range of unused blocks, whose end is 0, so that it is empty.
+        unused: start of the range of an unused block. Its end is 0, so the range is empty.
 
     Returns:
         Starts and ends, ``[2, M]`` int32.

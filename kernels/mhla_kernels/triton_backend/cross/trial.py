@@ -21,19 +21,19 @@ class CrossKind(NamedTuple):
     """Properties of a cross-attention call that decide which Triton kernels it compiles, except for alignments and strides.
 
     Attributes:
-        form: ``"parallel"`` or ``"chunked"``.
+        form: algorithm: ``"parallel"`` (weights of all token pairs) or ``"chunked"`` (a summary of each block of keys).
         dtype: ``"float32"`` or ``"bfloat16"``.
         key_width: width of a key, K.
         value_width: width of a value, V.
         normalize: whether outputs are divided by the normalizer.
-        relu: whether the feature map is ``"relu"``.
+        relu: whether the kernels apply the feature map ``relu(x) + 1e-6``.
         queries_masked: whether there is a query mask.
         keys_masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks of queries, or ``"packed"`` sequences.
         key_layout: ``"equal"`` or ``"uneven"`` blocks of keys, or ``"packed"`` sequences.
         block_size: queries in the largest block, rounded by :func:`mhla_kernels.triton_backend.trial.size_class`.
         key_block_size: keys in the largest block, rounded in the same way.
-        many: whether the form is chunked and one side has more than 32 blocks, for which the kernels use larger tiles.
+        many: whether the form is chunked and at least one side has more than 32 blocks, for which kernels use larger tiles.
     """
 
     form: str
@@ -60,12 +60,12 @@ class CrossKind(NamedTuple):
 def make_cross_problem(kind: CrossKind, device: torch.device, query_blocks: int = 3) -> CrossArguments:
     """Create the arguments of a small cross-attention call with random tokens in two heads.
 
-    There are 2 key blocks. The last block of each side is short.
+    There are two key blocks. Each side has a block that is shorter than the others if its block size is at least 3.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
-        query_blocks: number of query blocks.
+        query_blocks: number of query blocks. Packed sequences have this number of blocks each.
     """
     rand = random_numbers(device)
     blocks = query_blocks, 2
@@ -104,7 +104,7 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> str:
         device: device to run on.
 
     Returns:
-        Text for a report with the numerical errors of outputs and gradients, all within the allowed ones.
+        Text with the relative errors of outputs and gradients, which are within the bounds.
 
     Raises:
         WrongNumbersError: if a numerical error is larger than allowed for the dtype.

@@ -111,7 +111,7 @@ class MHLALM(HFLM):
         """Score the continuation of each prompt as lm-eval does, and count the prompts that were cut to fit the model.
 
         Args:
-            requests: prompts in the form in which lm-eval passes them.
+            requests: requests of lm-eval, each with a prompt and its continuation.
             disable_tqdm: whether to hide the progress bar.
 
         Returns:
@@ -123,7 +123,7 @@ class MHLALM(HFLM):
         """Generate an answer to each prompt as lm-eval does, and count the prompts that were cut to fit the model.
 
         Args:
-            requests: prompts in the form in which lm-eval passes them.
+            requests: requests of lm-eval, each with a prompt and options of generation.
             disable_tqdm: whether to hide the progress bar.
 
         Returns:
@@ -147,6 +147,9 @@ class MHLALM(HFLM):
             add_special_tokens: whether to add the special tokens in front of the text; None for lm-eval's setting.
             left_truncate_len: number of tokens to keep at the end of the text; None for all.
             kwargs: ignored.
+
+        Returns:
+            Token indices of the text.
         """
         begin = self.add_bos_token if add_special_tokens is None else add_special_tokens
         encode = encode_texts if begin is False else encode_prompts
@@ -230,7 +233,7 @@ class MHLALM(HFLM):
     def get_model_info(self) -> dict[str, Any]:
         """Return the entries about the model for lm-eval's results file.
 
-        They are the number of parameters, the dtype, and the fraction of prompts that this process cut, by task.
+        The entries are the number of parameters, the dtype, and the fraction of prompts that this process cut, by task.
         """
         prompts = sum(self.prompts.values())
         return {
@@ -262,7 +265,7 @@ def cut_left(tokens: list[int], length: int) -> list[int]:
 
 
 def cut_middle(tokens: list[int], length: int) -> list[int]:
-    """Return a list without tokens in its middle, so that ``length`` remain; a shorter list is returned unchanged."""
+    """Remove tokens from the middle of a list until ``length`` remain; a shorter list is returned unchanged."""
     if len(tokens) <= length:
         return tokens
     head = length // 2

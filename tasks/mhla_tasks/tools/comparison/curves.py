@@ -50,6 +50,9 @@ def mean_points(group: Group, metric: str) -> Points:
     Args:
         group: runs to average.
         metric: name of the metric.
+
+    Returns:
+        Optimizer step and mean value of each point.
     """
     values = [dict(finite_points(run.points(metric))) for run in group.runs]
     steps = [step for step in values[0] if all(step in others for others in values[1:])]
@@ -57,7 +60,7 @@ def mean_points(group: Group, metric: str) -> Points:
 
 
 def finite_points(points: Sequence[tuple[int, float | None]]) -> Points:
-    """Return the points of a curve whose values are finite."""
+    """Return the points of a curve, each an optimizer step and a value, without those whose value is None (not finite)."""
     return [(step, value) for step, value in points if value is not None]
 
 
@@ -77,7 +80,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     """Plot the metrics of compared runs against the optimizer step, and write a picture.
 
     Args:
-        groups: groups of runs; each has a color.
+        groups: groups of runs. Each has a color; if there are more groups than colors, dashes distinguish those that share one.
         path: path of the picture file to write.
         metrics: metrics to plot; None for all.
 

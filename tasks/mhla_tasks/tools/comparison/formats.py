@@ -129,7 +129,10 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def latex_text(text: str) -> str:
-    """Escape a text for LaTeX. Negative numbers get a minus sign instead of a hyphen, and exponents a power of ten."""
+    """Escape a text for LaTeX.
+
+    In a number, a hyphen becomes a minus sign, and an exponent such as ``e-05`` becomes a power of ten.
+    """
     line = without_controls(harmless(text))
     if number := re.fullmatch(r"(-?)(\d[\d,]*(?:\.\d+)?)(?:e([+-]?)0*(\d+))?", line):
         sign, digits, exponent_sign, exponent = number.groups()

@@ -100,11 +100,14 @@ class Group:
 
 
 def summarize(values: Sequence[float | None], recorded: Sequence[bool]) -> Summary:
-    """Average values of several runs.
+    """Compute the mean and standard deviation of a metric over several runs.
 
     Args:
-        values: value of each run; None if it is not finite.
+        values: value of the metric in each run; None if it is not finite.
         recorded: whether each run recorded the metric.
+
+    Returns:
+        The mean and standard deviation, or the reason why they are not defined.
     """
     if not any(recorded):
         return Summary(None)
@@ -161,7 +164,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _with_distinct_label(group: Group, groups: Sequence[Group]) -> Group:
-    """Return a copy of a group with a unique label, to which its notes or else its folder are appended if necessary."""
+    """Return a group with a label that no other group has.
+
+    If another group has the same label, the notes of the group are appended to it, or its folder if the notes are equal, too.
+    """
     same = [other for other in groups if other.label == group.label]
     if len(same) == 1:
         return group
@@ -204,7 +210,7 @@ def all_metrics(groups: Sequence[Group]) -> list[str]:
 def direction(metric: str, groups: Sequence[Group]) -> str | None:
     """Return whether lower or higher values of a metric are better: ``min`` or ``max``; None if this is not known.
 
-    If a run chose checkpoints by this metric, the mode of this choice decides; otherwise, the words in the metric's name do.
+    If runs chose checkpoints by this metric, the mode of this choice decides. Otherwise, words in the metric's name decide.
 
     Args:
         metric: name of the metric, such as ``val/accuracy``.

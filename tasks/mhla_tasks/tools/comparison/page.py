@@ -152,7 +152,7 @@ def write_page(
 
 
 def _swatch(index: int) -> str:
-    """Return HTML for the group with an index: a short line in its color, and the number of its row in the table."""
+    """Return HTML that identifies a group: a short line in its color, and the number of its row, which is ``index + 1``."""
     line = f'<path d="M0 5H22"{dash(index)}/>'
     return f'<svg class="swatch {color_class(index)}" viewBox="0 0 22 8" aria-hidden="true">{line}</svg> {index + 1}'
 
@@ -171,7 +171,7 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
 
 
 def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
-    """Return a sentence about the two best rows of the first metric that has a best value; empty if there is none.
+    """Return an HTML paragraph about the two best rows in the first column with a best value; empty if there is none.
 
     Args:
         groups: compared groups.

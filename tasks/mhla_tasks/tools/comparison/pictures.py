@@ -65,14 +65,21 @@ def pictures(groups: Sequence[Group], swatch: Sequence[str]) -> str:
 
 
 def _read(path: Path, room: int) -> StoredPicture | None:
-    """Read a picture file; return None if it is not a picture, or is larger than the limit or than ``room`` bytes."""
+    """Read a picture file; return None if it is not a picture, or is larger than :data:`LARGEST` or ``room`` bytes."""
     dark = path.parent / DARK / path.name
     size = path.stat().st_size + (dark.stat().st_size if dark.is_file() else 0)
     return read_picture(path) if size <= min(LARGEST, room) else None
 
 
 def _image(picture: StoredPicture, alt: str) -> str:
-    """Return an embedded picture as HTML. Phones show it at half of its size or more, so that text in it stays readable."""
+    """Return HTML with an embedded picture.
+
+    On a narrow screen, the picture keeps at least half of its width and can be scrolled, so that text in it stays readable.
+
+    Args:
+        picture: picture to embed.
+        alt: description of the picture for screen readers.
+    """
     source = embedded(picture.kind, picture.content)
     image = f'<img loading="lazy" alt="{html_text(alt)}" src="{source}" style="--width: {picture.width}px">'
     if picture.dark is not None:

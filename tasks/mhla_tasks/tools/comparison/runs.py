@@ -132,7 +132,7 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
 
 
 def unrecorded(folders: Sequence[Path]) -> list[Path]:
-    """List the runs that have no ``run.json``, so that they cannot be compared.
+    """List the folders of runs that cannot be compared, because they have no ``run.json``.
 
     A folder counts as a run if it contains a configuration of a run or was started by a sweep. A given folder without any run
     is also listed.
@@ -150,7 +150,7 @@ def unrecorded(folders: Sequence[Path]) -> list[Path]:
 
 
 def _words_and_numbers(part: str) -> list[tuple[str, float]]:
-    """Return a key that sorts version_9 before version_10, and lr=1e-05 before lr=0.001."""
+    """Split a name into words and numbers, as a key that sorts version_9 before version_10 and lr=1e-05 before lr=0.001."""
     words = NUMBER.split(part)
     return list(zip(words[::2], [*map(float, words[1::2]), -1.0], strict=True))
 
@@ -290,7 +290,7 @@ def option_text(value: Any) -> str:
 
 
 def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted configuration keys to as few of their last parts as possible, such that they remain unique.
+    """Shorten dotted configuration keys to the fewest last parts that still distinguish them.
 
     Args:
         keys: dotted keys, such as ``model.optimizer.lr``.

@@ -16,14 +16,14 @@ ARROWS = {"min": "↓", "max": "↑", None: ""}
 
 @dataclass(frozen=True)
 class Cell:
-    """Cell of a table.
+    """Cell of the table that compares runs.
 
     Attributes:
         text: text of the cell; for a metric, its rounded mean.
         value: unrounded number by which the cell is sorted; None if the cell is not a number.
         spread: rounded standard deviation; empty if there is none.
-        spread_value: unrounded standard deviation.
-        best: whether this is the best value of its column.
+        spread_value: unrounded standard deviation; None if there is none.
+        best: whether this is the best value of its column, or equals it after rounding.
     """
 
     text: str
@@ -38,13 +38,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """Column of a table.
+    """Column of the table that compares runs.
 
     Attributes:
         name: heading, such as ``kind`` or ``val/accuracy``.
-        kind: ``run``, ``option``, ``number`` or ``note``.
+        kind: content of the column: ``run`` (name of the folder), ``option`` (value of an option), ``number`` (metric, steps,
+            time or a count) or ``note`` (remarks).
         better: ``min`` if lower values are better, ``max`` if higher values are; None if unknown or not applicable.
-        key: complete configuration key of an option.
+        key: complete configuration key of an option; empty for other columns.
     """
 
     name: str
@@ -73,7 +74,7 @@ class Table:
     identified: bool
 
     def without(self, kind: str) -> Table:
-        """Return a copy of the table without the columns of one kind."""
+        """Return a copy of the table without the columns of one kind, see :class:`Column`."""
         indices = [index for index, column in enumerate(self.columns) if column.kind != kind]
         rows = [[row[index] for index in indices] for row in self.rows]
         return Table([self.columns[index] for index in indices], rows, self.identified)
@@ -142,7 +143,7 @@ def _distinct(name: str, metrics: Sequence[str]) -> str:
 def _metric_column(
     name: str, metric: str, summaries: Sequence[Summary], groups: Sequence[Group]
 ) -> tuple[Column, list[Cell]]:
-    """Return a column with summaries of a metric, one for each group, and its cells."""
+    """Return the column of a metric, and its cells with the mean and standard deviation of each group."""
     column = Column(name, "number", direction(metric, groups))
     return column, _metric_cells(metric, summaries, groups, column)
 
@@ -170,7 +171,7 @@ FIGURES: dict[str, Callable[[Group], Cell]] = {
 
 
 def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
-    """Return the cells of a metric, and mark the best value and all values that are equal if rounded like the best one.
+    """Return the cells of a metric, in which the best value and all values that round to the same number are marked.
 
     Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
 

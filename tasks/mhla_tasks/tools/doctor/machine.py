@@ -67,7 +67,8 @@ def devices() -> Iterator[Finding]:
     """Check the processor, the memory, and the GPUs with their driver, CUDA and NCCL.
 
     Yields:
-        A finding for the processor, for each GPU, and for the driver. Without a GPU, one finding states this.
+        A finding for the processor and the memory, one for each GPU, and one for the driver. Without a GPU, one finding that
+        there is none replaces those of the GPUs and the driver.
     """
     import torch
 
@@ -112,7 +113,7 @@ def storage() -> Iterator[Finding]:
     """Check the free space and the write speed, both of the current directory's disk and of shared memory.
 
     Yields:
-        A finding for the free disk space, for the disk speed, and for shared memory.
+        A finding for the free disk space, one for the write speed of the disk, and one for shared memory if it exists.
     """
     free = shutil.disk_usage(Path.cwd()).free / GIB
     yield Finding(

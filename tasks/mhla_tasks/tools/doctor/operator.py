@@ -97,7 +97,8 @@ def kernels(device: torch.device) -> Iterator[Finding]:
         device: GPU to test the kernels on.
 
     Yields:
-        A finding for each combination of shape and algorithm.
+        A finding for each combination of shape and algorithm; a single one if the environment variable
+        ``MHLA_BACKEND=torch`` turns the kernels off.
     """
     if AUTOMATIC == "torch":
         yield Finding(
@@ -153,13 +154,14 @@ def _problem(widths: tuple[int, int], device: torch.device, spans: bool) -> list
     """Create random queries, keys, values and mixing coefficients for blocks of 32 tokens.
 
     Args:
-        widths: width of keys, and width of values.
+        widths: width Dk of queries and keys, and width Dv of values.
         device: device of the tensors.
-        spans: whether to create 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires. If
-            it is false, there are 83 tokens in three blocks, the last one not full, and a dense matrix of mixing coefficients.
+        spans: whether to create N = 300 tokens and exponential mixing coefficients, which the algorithm ``spanning`` requires.
+            If false, there are N = 83 tokens in three blocks, the last one not full, and dense mixing coefficients.
 
     Returns:
-        Queries, keys, values, and the mixing coefficients: two tensors if they are exponential, one if they are dense.
+        Float32 tensors: queries and keys ``[2, N, 2, Dk]``, values ``[2, N, 2, Dv]``, and the mixing coefficients of two heads.
+        Exponential coefficients are two tensors, amplitude and decay, both ``[2, 3]``. Dense ones are a tensor ``[2, 3, 3]``.
     """
     generator = torch.Generator(device).manual_seed(0)
 

@@ -51,7 +51,7 @@ def fit() -> Iterator[Finding]:
     """Train a small image classifier with ``lightning fit`` in a separate process, and check that its loss falls.
 
     Yields:
-        One finding with the duration and the losses.
+        One finding with the duration and the losses, or with the reason why the training failed or was not tried.
     """
     if find_spec("sklearn") is None:
         advice = "pip install 'lightning-mhla[classification]'"

@@ -58,8 +58,8 @@ def linearize(options: Any) -> None:
 def only_call_in(work: Path) -> Iterator[int]:
     """Context manager that holds an exclusive lock on the working folder.
 
-    If the folder did not exist before and is empty at the end, it is removed. The kernel releases the lock when this process
-    and all processes that inherit the descriptor have ended.
+    If the folder did not exist before and is empty at the end, it is removed. The lock is released when this process has left
+    the context and all child processes that inherited the file descriptor have ended.
 
     Yields:
         File descriptor of the lock.
@@ -79,7 +79,13 @@ def only_call_in(work: Path) -> Iterator[int]:
 
 
 def _locked(work: Path) -> int:
-    """Create a folder if necessary, lock it, and return the file descriptor of the lock."""
+    """Create a folder if necessary, lock it, and return the file descriptor of the lock.
+
+    If the file system does not support locks, a warning is logged.
+
+    Raises:
+        ValueError: if another process holds the lock.
+    """
     while True:
         work.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(work, os.O_RDONLY | os.O_DIRECTORY)

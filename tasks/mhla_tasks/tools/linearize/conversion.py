@@ -75,7 +75,12 @@ def read_gguf_configuration(file: Path) -> Any:
 
 @contextmanager
 def _reading_gguf(file: Path) -> Iterator[None]:
-    """Context manager that turns the errors with which transformers rejects a GGUF file into one ValueError."""
+    """Context manager that converts the errors with which transformers rejects a GGUF file to a ValueError.
+
+    Raises:
+        ModuleNotFoundError: if the package gguf is not installed.
+        ValueError: if transformers cannot read the file.
+    """
     if find_spec("gguf") is None:
         raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
     try:
@@ -160,7 +165,8 @@ def _present_name(name: str) -> str:
 def _onnx_weights(file: Path) -> dict[str, torch.Tensor]:
     """Read the float32 and float16 weights of an ONNX file as a mapping from name to float32 tensor.
 
-    The exporter replaces the names of some matrices by numbers. These matrices get the names of the operations that use them.
+    PyTorch's exporter replaces the names of some matrices with numbers. Such a matrix gets the name of the operation that uses
+    it, and is transposed as in ``nn.Linear``.
 
     Raises:
         ModuleNotFoundError: if the package onnx is not installed.

@@ -56,7 +56,7 @@ class StepTimes(Callback):
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context manager that hides warnings, and log messages of Lightning and this package below the level ERROR."""
+    """Context manager that hides warnings, and messages below the level ERROR that Lightning and this package log."""
     names = ("lightning.pytorch", "lightning.fabric", "lightning_mhla", "mhla_tasks")
     levels = {name: logging.getLogger(name).level for name in names}
     with warnings.catch_warnings():
@@ -138,7 +138,7 @@ def quality(configuration: Mapping[str, Any], original: bool = False) -> dict[st
 
 @torch.no_grad()
 def by_position(network: Any, batches: list[Tensor], bounds: list[int]) -> list[float]:
-    """Compute the perplexity of a causal language model by the position of the predicted token.
+    """Compute the perplexity of a causal language model for several ranges of positions in a text.
 
     Args:
         network: causal language model of transformers, in evaluation mode.
@@ -193,7 +193,9 @@ def passage_lengths(configuration: Mapping[str, Any]) -> list[int]:
 
 
 def samples_in_window(lengths: Sequence[int], blocks: int, block_size: int) -> dict[str, float]:
-    """Measure how many samples fit in the softmax window of ``mhla_window``, in which it is almost the original attention.
+    """Measure how many samples fit in the softmax window of the attention kind ``mhla_window``.
+
+    For samples that fit in the window, this kind of attention is almost equal to the original softmax attention.
 
     Args:
         lengths: number of tokens of each sample.
@@ -201,9 +203,13 @@ def samples_in_window(lengths: Sequence[int], blocks: int, block_size: int) -> d
         block_size: number of tokens in a block.
 
     Returns:
-        Dict with ``block_size``, ``tokens`` of the window, ``share`` of the samples that are not longer than the window, and
-        ``smaller_block_size``, the largest power of two whose window is exceeded by at least half of the samples; 1 if there
-        is none.
+        Dict with these entries:
+
+        * ``block_size``: the given number of tokens in a block.
+        * ``tokens``: number of tokens in the window.
+        * ``share``: share of the samples that are not longer than the window.
+        * ``smaller_block_size``: largest power of two for which at least half of the samples are longer than the window; 1 if
+          there is none.
     """
     tokens, median = blocks * block_size, sorted(lengths)[len(lengths) // 2]
     largest = max(1, (median - 1) // blocks)

@@ -80,11 +80,11 @@ DECIMALS = 6
 def write_report(
     target: Path, work: Path, source: PretrainedSource, settings: Settings, results: Mapping[str, Any]
 ) -> None:
-    """Write the report of a linearization to ``report.html`` in the working folder, and its picture to ``pictures``.
+    """Write the report of a linearization, ``report.html``, and its plot of the speed, ``pictures/speed.png``.
 
     Args:
         target: folder of the exported model.
-        work: working folder.
+        work: working folder, to which both files are written.
         source: pretrained model.
         settings: options that determined the training.
         results: measurements and metrics of all steps of ``lightning linearize``, by name.
@@ -134,7 +134,7 @@ def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) ->
 
 
 def softmax_layers(indices: Sequence[int], depth: int) -> str:
-    """Say which layers keep softmax attention, such as ``1 of 3 layers keeps softmax: layer 0 (counted from 0)``.
+    """Describe which layers keep softmax attention, such as ``1 of 3 layers keeps softmax: layer 0 (counted from 0)``.
 
     Args:
         indices: indices of these layers.
@@ -147,7 +147,7 @@ def softmax_layers(indices: Sequence[int], depth: int) -> str:
 
 
 def window_note(results: Mapping[str, Any]) -> str:
-    """Return a warning if most held-out samples fit in the softmax window of ``mhla_window``; empty otherwise.
+    """Return a warning if most held-out samples fit in the softmax window of the kind ``mhla_window``; empty otherwise.
 
     Args:
         results: measurements of ``lightning linearize``, by name.
@@ -210,7 +210,7 @@ def _metric(name: str, values: Mapping[str, float | None]) -> str:
 
 
 def _original(results: Mapping[str, Any]) -> dict[str, float | None]:
-    """Return the metrics of the original model without rounding errors; None for a metric that is not finite."""
+    """Return the metrics of the original model, rounded to six decimal places; None for a metric that is not finite."""
     return {name: value if value is None else round(value, DECIMALS) for name, value in results["original"].items()}
 
 

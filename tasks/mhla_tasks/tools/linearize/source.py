@@ -35,7 +35,8 @@ class TimmImages:
     Attributes:
         preprocessing: image size, crop and normalization, according to timm's data configuration.
         patch: side of a patch in pixels; for patches that are not square, the least common multiple of both sides.
-        pooling: method that computes the embedding of an image: ``"head"``, ``"first"`` or ``"mean"``.
+        pooling: vector that serves as the embedding of an image: ``"head"`` for the input of the classifier, ``"first"`` for
+            the vector of the first token, or ``"mean"`` for the mean over all tokens.
         crop_mode: crop mode in timm's data configuration: ``"center"``, ``"squash"`` or ``"border"``. :class:`Preprocessing`
             supports only ``"center"``.
         interpolation: interpolation in timm's data configuration, such as ``"bicubic"``. :class:`Preprocessing` supports only
@@ -111,10 +112,10 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
 def _title(name: str) -> str:
     """Return the name of a model for its report, such as ``smollm2`` for the folder ``models/smollm2``.
 
-    The name of the parent folder is added if the last part of the path does not identify a model, such as ``checkpoint``.
+    If the last part of the path, such as ``checkpoint``, does not identify a model, the name of the parent folder is added.
 
     Args:
-        name: path of the model, or its name on the Hugging Face Hub or in timm, which is returned unchanged.
+        name: path of the model; or its name on the Hugging Face Hub or in timm, which is returned unchanged.
     """
     if not Path(name).exists():
         return name
@@ -172,13 +173,17 @@ def image_side(name: str, length: int | None = None) -> int | None:
 
 
 def sample_length(name: str, domain: Domain, default: int, length: int | None = None) -> int:
-    """Return the default length of a training sample, in tokens or in pixels of an image's side, that a model allows.
+    """Choose the default length of a training sample for a model, and check the length that the user chose.
 
     Args:
         name: path or name of the model, see :func:`open_source`.
         domain: kind of the model.
-        default: default length for models of this kind; timm encoders have their own.
-        length: length that the user chose, which is only checked; None to use the default.
+        default: default length for models of this kind, in tokens or in pixels of an image's side.
+        length: length that the user chose, in the same unit; None if the user chose none.
+
+    Returns:
+        For texts, ``default`` or the maximum number of tokens that the model was built for, whichever is smaller. For a timm
+        encoder, ``length`` or, if it is None, the image size in timm's data configuration. Otherwise ``default``.
 
     Raises:
         FileNotFoundError: if there is no such model.

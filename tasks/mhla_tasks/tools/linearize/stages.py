@@ -55,16 +55,18 @@ class Settings:
     Attributes:
         train: files or folders of training data.
         val: files or folders of held-out data.
-        kind: kind of the new attention.
+        kind: kind of the new attention, such as ``mhla_window``.
         block_size: number of tokens in a block; for images, the number of blocks along each side.
         length: number of tokens in a sample; for images, the side in pixels.
         batch_size: number of samples in a batch.
-        keep: share of the layers that keep softmax attention.
-        trained: parameters that the second run trains: ``all``, ``attention``, ``new`` or ``lora``.
+        keep: share of the layers that keep softmax attention, at least 0 and below 1.
+        trained: parameters that the second run trains: ``all``; ``attention`` for the new attention layers with their
+            projections; ``new`` for only the parameters that the replacement added; or ``lora`` for these parameters and
+            low-rank adapters of the projections.
         match_lr: peak learning rate of the first run.
         tune_lr: peak learning rate of the second run.
-        precision: precision of Lightning's Trainer.
-        accelerator: accelerator of Lightning's Trainer.
+        precision: precision of Lightning's Trainer, such as ``bf16-mixed``.
+        accelerator: accelerator of Lightning's Trainer, such as ``gpu``.
         seed: seed of all random number generators.
         val_batches: number of held-out batches in a validation.
     """
@@ -86,7 +88,7 @@ class Settings:
 
 
 def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> dict[str, Any]:
-    """Return the configuration of the data module for both training runs.
+    """Return the configuration of the data module for both training runs, with ``class_path`` and ``init_args``.
 
     Args:
         source: pretrained model, which determines the tokenizer or the preprocessing of images.
@@ -112,7 +114,7 @@ def data_options(source: PretrainedSource, settings: Settings, shards: Path) -> 
 
 
 def attention_options(source: PretrainedSource, settings: Settings) -> dict[str, Any]:
-    """Return the configuration of the attention that replaces the attention of a pretrained model.
+    """Return the options, by name, of the attention that replaces the attention of a pretrained model.
 
     Args:
         source: pretrained model.
