@@ -128,13 +128,13 @@ def check_is_tensor(name: str, x: Any) -> None:
 
 
 def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
-    """Check the dtype and the shape of a mask of tokens.
+    """Check the dtype and the shape of a token mask.
 
     Args:
         name: name of the mask, for the error message.
         mask: mask to check.
-        tokens: tokens that it masks, ``[B, N, H, D]``.
-        letter: letter that stands for the number of tokens in the error message.
+        tokens: tokens that the mask applies to, ``[B, N, H, D]``.
+        letter: symbol for the number of tokens in the error message, such as ``"N"``.
 
     Raises:
         ValueError: if the mask is not bool, or is not ``[B, N]``.
@@ -156,17 +156,18 @@ _looked_at: set[torch.device] = set()
 
 
 def check_features(features: dict[str, tuple[Tensor, Tensor | None]], way_out: str) -> None:
-    """Check that no feature of the queries and keys is negative, where the values can be read.
+    """Check that no feature of the queries and keys is negative, if their values can be read.
 
     With negative features, the attention weights of a query may sum to nearly zero, which makes its output meaningless.
     Negative values up to 1e-5 times the largest feature are accepted as rounding errors.
 
-    On a CPU, every call is checked. On an accelerator, only the first call is checked, since reading a value waits for the
-    device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture are not checked.
+    On a CPU, every call is checked. On an accelerator, only the first call of the process on this device is checked, since
+    reading a value waits for the device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture
+    are not checked.
 
     Args:
-        features: features ``[B, N, H, D]`` by name, each with a mask ``[B, N]`` bool, False for masked tokens, which may hold
-            any value; None if no token is masked.
+        features: for each name, a pair of features ``[B, N, H, D]`` and their mask ``[B, N]`` bool. The mask is False for
+            masked tokens, which may hold any value. It is None if no token is masked.
         way_out: advice on how to fix the call, placed at the end of the error message.
 
     Raises:
@@ -208,11 +209,13 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check the types of q, k and v for self-attention, and that their shapes fit together.
+    """Check that q, k and v have supported dtypes and matching shapes for self-attention.
+
+    The shapes must be ``[B, N, H, Dk]``, ``[B, N, Hkv, Dk]`` and ``[B, N, Hkv, Dv]``, where Hkv divides H.
 
     Raises:
         ValueError: if a shape does not fit the others.
-        TypeError: if a dtype is not float32, bfloat16 or float64.
+        TypeError: if one of them is not a tensor, or if a dtype is not float32, bfloat16 or float64.
     """
     check_types(q, k, v)
     heads, shared = q.shape[2], k.shape[2]
@@ -257,7 +260,7 @@ def check_block_size(block_size: int, name: str = "block_size") -> int:
 
 
 def as_index(value: Any) -> int | None:
-    """Convert a Python, NumPy or torch integer to a Python integer; return None for booleans and for any other value.
+    """Convert a Python, NumPy or torch integer to a Python integer. Return None for booleans and all other values.
 
     Symbolic integers of a graph are returned unchanged.
     """
@@ -286,7 +289,7 @@ def check_one_device(device: torch.device, tensors: dict[str, Tensor | None]) ->
 
     Args:
         device: device of q.
-        tensors: tensors to check, by the names that the error message uses.
+        tensors: tensors to check, by the names that the error message uses. None values are skipped.
 
     Raises:
         ValueError: if a tensor is on a different device; the message names both devices.
@@ -326,9 +329,10 @@ def _check_mixing(mixing: Mixing, q: Tensor, causal: bool) -> None:
 
 
 def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: Causal, q: Tensor) -> None:
-    """Raise ValueError unless the mixing coefficients cover all blocks.
+    """Raise ValueError unless the number of blocks that the mixing coefficients cover fits the sequence.
 
-    Causal attention accepts coefficients for more blocks than there are. Bidirectional attention does not.
+    The coefficients must cover all blocks. Causal attention accepts coefficients for additional blocks. Bidirectional attention
+    does not.
 
     Args:
         mixing: mixing coefficients between blocks.
@@ -467,7 +471,7 @@ def check_packed(
 ) -> TokenLayout:
     """Check the bounds of packed sequences, and return the layout with these bounds.
 
-    Bounds that are on an accelerator, or that torch traces, are checked later, by the device itself.
+    Bounds that are on an accelerator, or that torch traces, are checked later, on the device.
 
     Args:
         layout: layout of the tokens, in blocks of equal size.
@@ -487,7 +491,8 @@ def check_packed(
         raise ValueError(f"{name} packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
     tokens, block_size = layout.tokens, layout.block_size
     if not (
-        isinstance(cu_seqlens, Tensor) and (cu_seqlens.is_cuda or is_traced() or isinstance(cu_seqlens, FakeTensor))
+        isinstance(cu_seqlens, Tensor)
+        and (cu_seqlens.device.type != "cpu" or is_traced() or isinstance(cu_seqlens, FakeTensor))
     ):
         bounds = as_integers(cu_seqlens, name)
         _check_bounds(bounds, tokens, name, least=0)
@@ -495,7 +500,8 @@ def check_packed(
             if end > start:
                 check_sequence(end - start)
         return layout._replace(cu_seqlens=torch.tensor(bounds))
-    if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
+    integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
+    if cu_seqlens.dim() != 1 or not integers or len(cu_seqlens) < 2:
         raise ValueError(f"{name} must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     steps = cu_seqlens.diff()
     counts = (steps + block_size - 1) // block_size

@@ -61,7 +61,7 @@ def mhla_prefill(
     form: Form = "auto",
     backend: Backend = "auto",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return the generation state after them.
+    """Apply causal :func:`mhla_attention` to the next tokens of every row, and return outputs and a new generation state.
 
     The state replaces the keys and values of earlier tokens. A sequence may be split into several calls at any token, or, with
     ``causal="block"``, at the end of any block. The outputs equal those of one causal call for the complete sequence.
@@ -161,7 +161,7 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply causal :func:`mhla_attention` to one more token of every row, and return the generation state after it.
+    """Apply causal :func:`mhla_attention` to one more token of every row, and return outputs and a new generation state.
 
     The state replaces the keys and values of earlier tokens. A step takes time ``O(K V)``. Where a block begins, it takes
     ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
@@ -262,26 +262,44 @@ def check_causal(causal: Causal) -> None:
         )
 
 
-def check_tokens(q: Tensor) -> None:
-    """Check that ``q`` has four axes, as a function for several tokens at a time requires.
+def check_tokens(q: Tensor, step: str = "mhla_step") -> None:
+    """Check that ``q`` has four axes, ``[B, N, H, K]``, which functions for several tokens at a time require.
+
+    Args:
+        q: queries to check.
+        step: name of the function for a single token, for the message.
 
     Raises:
         ValueError: if ``q`` does not have four axes; the message names the function for a single token.
+        TypeError: if ``q`` is not a tensor.
     """
     check_is_tensor("q", q)
     if q.dim() != 4:
-        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to mhla_step")
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to {step}")
 
 
-def check_one_token(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Check that ``q``, ``k`` and ``v`` have three axes, as a function for one token at a time requires.
+def _check_are_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise TypeError unless ``q``, ``k`` and ``v`` are tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
+
+
+def check_one_token(q: Tensor, k: Tensor, v: Tensor, prefill: str = "mhla_prefill") -> None:
+    """Check that ``q``, ``k`` and ``v`` have three axes, ``[B, H, D]``, which functions for one token at a time require.
+
+    Args:
+        q: query to check.
+        k: key to check.
+        v: value to check.
+        prefill: name of the function for several tokens, for the message.
 
     Raises:
         ValueError: if one of them does not have three axes; the message names the function for several tokens.
     """
+    _check_are_tensors(q, k, v)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; several go to mhla_prefill")
+        raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; several go to {prefill}")
 
 
 def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
@@ -290,6 +308,7 @@ def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
     Raises:
         ValueError: if one of them does not have four axes, or if there are no tokens or more than ``block_size``.
     """
+    _check_are_tensors(q, k, v)
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not 1 <= q.shape[1] <= block_size:
         raise ValueError(
@@ -299,7 +318,9 @@ def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
 
 
 def check_complete(state: BlockState, counts: Sequence[int]) -> None:
-    """Check that every row that gets new tokens ends with a complete block, as a block-causal state requires.
+    """Check that every row that gets new tokens ends with a complete block, if the state is block-causal.
+
+    In block-causal attention, a token attends to all tokens of its own block and of the blocks before it.
 
     Args:
         state: generation state before the new tokens.
@@ -399,8 +420,8 @@ class Piece(NamedTuple):
     """Generation state that is ready for new tokens, and the position in each row at which they are appended.
 
     Attributes:
-        start: the generation state. If the last block of a row was full and the row gets new tokens, that block is now one of
-            the finished blocks, and a new block is open.
+        start: the generation state, of the same class as the state that :func:`begin` was given. If the last block of a row was
+            full and the row gets new tokens, that block is now one of the finished blocks, and a new block is open.
         firsts: index of the block that receives the first new token, in each row.
         offsets: number of tokens that this block already holds, in each row.
     """
@@ -422,8 +443,8 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
         writes: whether tensors that are created for the prepared state may be written to in place.
 
     Returns:
-        The prepared state, which is ``state`` itself if no row starts a block, with the block and the position in it at which
-        each row's new tokens begin.
+        The prepared state, and the position at which each row's new tokens begin, as a block and an offset in it. The prepared
+        state is ``state`` itself if no row starts a block.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
     # a row without new tokens keeps its block open even if it is full; its outputs are masked later
@@ -499,7 +520,7 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 
 
 class _ContinuedMixer(Mixer):
-    """Callable that mixes the summaries of new blocks with the blocks that a generation state already holds.
+    """Callable that mixes the summaries of new blocks with those of the blocks that a generation state already holds.
 
     A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
     the earlier tokens of the block in which the new tokens begin.

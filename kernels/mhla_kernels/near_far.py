@@ -301,7 +301,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _unrows(x: Tensor, like: Tensor) -> Tensor:
-    """Reverse :func:`_rows`: ``[B ..., H, C, D]`` to ``[B, H, ..., C, D]``, where ``like`` gives the axes before C."""
+    """Reverse :func:`_rows`: split the first axis of ``[B * ..., H, C, D]`` to get ``[B, H, ..., C, D]``, as in ``like``."""
     return x.unflatten(0, (like.shape[0], *like.shape[2:-2])).movedim(-3, 1)
 
 

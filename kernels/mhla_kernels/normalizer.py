@@ -56,10 +56,10 @@ _Divide.forward.__signature__ = inspect.signature(_Divide.forward)  # type: igno
 
 
 def divide(out: Tensor, normalizer: Tensor, eps: float) -> Tensor:
-    """Divide sums of weighted values by sums of weights, ``out / (normalizer + eps)``, with finite gradients after an overflow.
+    """Divide sums of weighted values by sums of weights: ``out / (normalizer + eps)``.
 
-    Where the gradient of an output row is zero, the gradients of ``out`` and ``normalizer`` are zero too, even if the row is
-    infinite or NaN.
+    A row of the quotient whose incoming gradient is zero, such as one that the loss does not use, passes zero gradients to
+    ``out`` and ``normalizer``, even if the row overflowed to infinity or NaN.
 
     Args:
         out: sums of weighted values, ``[..., V]``.

@@ -28,11 +28,11 @@ copying is faster at 2,917 tokens. The cost is therefore between 83 and 177."""
 
 
 class Forms(NamedTuple):
-    """Parts of windowed attention without causality that are computed from all pairs of tokens, instead of in blocks.
+    """Flags for the parts of non-causal windowed attention that are computed from all pairs of tokens, instead of in blocks.
 
     Attributes:
-        near: whether softmax attention scores all pairs of tokens and masks the far ones, instead of copying the near tokens of
-            each block.
+        near: whether the softmax part computes the scores of all pairs of tokens and masks the far pairs, instead of copying
+            the near tokens of each block.
         far: whether far tokens are weighed pair by pair, instead of by summaries of blocks; only together with ``near``.
     """
 

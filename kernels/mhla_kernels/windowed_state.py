@@ -67,7 +67,7 @@ class MHLAWindowState(BlockState):
     """Generation state that :func:`mhla_window_prefill` and :func:`mhla_window_step` take and return.
 
     The window of softmax attention consists of two blocks: the open block, to which tokens are added, and the block before it.
-    The state holds only summaries of all earlier blocks, as :class:`BlockState` describes.
+    Earlier blocks are stored as summaries only, as :class:`BlockState` describes.
 
     Attributes:
         previous: summary of the block before the open one, ``[B, H, W]`` with W numbers.
@@ -131,13 +131,14 @@ def mhla_window_prefill(
         v: values, ``[B, N, Hkv, V]``.
         q_features: nonnegative features of the queries, ``[B, N, H, K]``.
         k_features: nonnegative features of the keys, ``[B, N, H, K]``.
-        mixing: nonnegative coefficients. A matrix of coefficients must cover all blocks up to the last token of the call.
+        mixing: nonnegative coefficients m between blocks: a matrix ``[M, M]`` or ``[H, M, M]`` for at least all blocks up to
+            the last token of the call, or an object such as :class:`mhla_kernels.ExponentialMixing`.
         block_size: tokens in a block.
         sinks: number of tokens at the start of each row that are sinks; at most ``block_size``.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
-            no padding. Reading a tensor on an accelerator waits for the device.
+            no padding. If this is a tensor on an accelerator, the call waits for the device.
         state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
             changed.
         sink_q: queries that read the sinks, ``[B, N, H, Dk]``; None means q.
@@ -149,7 +150,7 @@ def mhla_window_prefill(
         ValueError: if shapes, lengths or the state do not fit together, or if features are negative.
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
-    check_tokens(q)
+    check_tokens(q, "mhla_window_step")
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
     batch, padded = q.shape[:2]
     counts = count_tokens(lengths, batch, padded)
@@ -265,11 +266,12 @@ def mhla_window_step(
         v: value, ``[B, Hkv, V]``.
         q_features: nonnegative features of the query, ``[B, H, K]``.
         k_features: nonnegative features of the key, ``[B, H, K]``.
-        mixing: nonnegative coefficients. A matrix of coefficients must cover the block of the new token.
+        mixing: nonnegative coefficients m between blocks: a matrix ``[M, M]`` or ``[H, M, M]`` for at least all blocks up to
+            that of the new token, or an object such as :class:`mhla_kernels.ExponentialMixing`.
         state: state that the last call of this function or of :func:`mhla_window_prefill` returned. It is not changed unless
             ``donate_state`` is on.
         block_size: tokens in a block.
-        sinks: number of tokens at the start of each row that are sinks.
+        sinks: number of tokens at the start of each row that are sinks, as in earlier calls with this state.
         far: logarithm of a factor on the weights of far tokens, ``[B, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
         donate_state: whether the new state may reuse the memory of ``state``, which the caller must then no longer use.
@@ -282,7 +284,7 @@ def mhla_window_step(
         ValueError: if shapes or the state do not fit together, or if features are negative.
         TypeError: if a dtype is not float32, bfloat16 or float64.
     """
-    check_one_token(q, k, v)
+    check_one_token(q, k, v, "mhla_window_prefill")
     check_state(state, MHLAWindowState, "mhla_window_prefill")
     check_sink_queries(sink_q, q)
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -377,14 +379,14 @@ def _with_totals(mixed: Tensor, width: int, value_width: int) -> Tensor:
         value_width: width V of a value.
 
     Returns:
-        ``[..., K, V + 1]``.
+        Matrices of V sums of weighted values and one sum of weights for each of K features, ``[..., K, V + 1]``.
     """
     sums = mixed[..., : width * value_width].unflatten(-1, (width, value_width))
     return torch.cat([sums, mixed[..., width * value_width :, None]], -1)
 
 
 def _mixed_after(start: MHLAWindowState, sums: Tensor, firsts: Sequence[int], mixing: Mixing) -> Tensor:
-    """Compute for each block with new tokens the mixed summary of all blocks before its window of softmax attention.
+    """Compute, for each block with new tokens, the mixed summary of all blocks before its window of softmax attention.
 
     The window of a block consists of the block and the previous block, so for block i the blocks before i - 1 are mixed. This
     is the mixed summary that block i - 1 would read if there were no window.

@@ -96,7 +96,7 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
 
 
 def check_init(init: str) -> None:
-    """Raise ValueError unless ``init`` is ``"locality"`` or ``"uniform"``, a name of initial mixing coefficients."""
+    """Raise ValueError unless ``init`` names an initialization of mixing coefficients: ``"locality"`` or ``"uniform"``."""
     if init not in ("locality", "uniform"):
         raise ValueError(f"mixing_init={init!r} is not one of 'locality', 'uniform'")
 

@@ -116,7 +116,7 @@ def _attention(module: LightningModule) -> list[dict[str, Any]]:
 
 
 def _attention_options(layer: Any) -> dict[str, Any]:
-    """Return the options that an attention layer uses and that differ from the defaults of its kind, except the kind."""
+    """Return the options, other than ``kind``, that an attention layer uses and that differ from the defaults for its kind."""
     config, ignored = layer.config, getattr(layer, "ignored", ())
     defaults = plain(asdict(AttentionConfig(config.kind)))
     return {

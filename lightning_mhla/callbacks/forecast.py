@@ -109,8 +109,8 @@ def needs(module: nn.Module, averages: bool, processes: int, optimizer: Optimize
         module: module with full or sharded parameters.
         averages: whether a moving average of the trained weights is kept.
         processes: number of training processes, which the description mentions.
-        optimizer: optimizer of the run; None if it is not known. If the module has an ``optimizer_config``, that tells AdamW
-            from CAME.
+        optimizer: optimizer of the run. If None, the kind in the module's ``optimizer_config`` is used, AdamW or CAME. Without
+            such a configuration, the state of the optimizer is not counted.
 
     Returns:
         The description, as one line of text.

@@ -59,7 +59,7 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
             self.note(name, trainer.global_step, value)
 
     def of_validation(self) -> dict[str, list[tuple[int, float]]]:
-        """Return the (step, value) pairs of all metrics of validation, by name."""
+        """Return the (step, value) pairs of each validation metric, by the name of the metric."""
         return {name: points for name, points in self.items() if name in self.validation or name.startswith("val/")}
 
     def clear(self) -> None:

@@ -59,7 +59,7 @@ def read_trained(path: str | Path) -> Pretrained | None:
     """Read the network weights of a run or checkpoint, or their moving average if the checkpoint contains it.
 
     Args:
-        path: folder of a run, a sharded checkpoint, or a ``.ckpt`` file.
+        path: folder of a run, whose latest complete checkpoint is read; a sharded checkpoint; or a ``.ckpt`` file.
 
     Returns:
         Weights and hyperparameters of the model, or None if the path is neither a run nor a checkpoint.

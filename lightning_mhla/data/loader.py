@@ -36,14 +36,14 @@ log = logging.getLogger(__name__)
 
 
 def sample_groups(source: SampleSource) -> np.ndarray | None:
-    """Return the shape group of each sample in a data set; None if all samples have the same shape.
+    """Return the shape group of each sample in a data set.
 
     Args:
         source: data set.
 
     Returns:
         Group number of each sample, ``[samples]`` int64. Samples with the same number have the same shape, and a batch contains
-        samples of one group only. The result is None if the data set has no groups.
+        samples of one group only. The result is None if the data set has no groups, because all samples have the same shape.
     """
     groups: np.ndarray | None = getattr(source, "groups", None)
     return groups

@@ -161,7 +161,8 @@ class Block(nn.Module):
             Output tokens, ``[B, N, dim]``, in the order of ``x``.
 
         Raises:
-            ValueError: if ``condition`` or ``context`` is missing, or if the block was built without the option for it.
+            ValueError: if ``condition`` or ``context`` is missing although the block requires it, or is passed to a block without
+            ``condition_dim`` or ``context_dim``.
         """
         for name, value, part in (("condition", condition, self.modulation), ("context", context, self.cross)):
             if (value is None) != (part is None):

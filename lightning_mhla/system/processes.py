@@ -35,17 +35,29 @@ def process_device(name: str | None) -> torch.device:
     """Return the requested device or, by default, the GPU of this process.
 
     Args:
-        name: name of the requested device, such as ``cuda:0``. None for the GPU with the local rank of this process, or for
-            the CPU if there is no GPU.
+        name: name of the requested device, such as ``cuda:0``. The name ``cuda`` stands for the GPU with the local rank of this
+            process. None also stands for this GPU, or for the CPU if there is no GPU.
+
+    Raises:
+        ValueError: if torch does not know the name, or this machine does not have the device.
     """
-    device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", process_ranks()[2] % torch.cuda.device_count())
-    return device
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device={name!r} is not a device of torch, such as cpu, cuda or cuda:0") from None
+    if device.type == "cpu":
+        return device
+    module = None if device.type == "meta" else getattr(torch, device.type, None)
+    count = module.device_count() if module is not None and module.is_available() else 0
+    if (device.index or 0) >= count:
+        raise ValueError(
+            f"device={name!r} is not available: torch sees {count} devices of this type; the device cpu always works"
+        )
+    return torch.device(device.type, process_ranks()[2] % count) if device.index is None else device
 
 
 class Agreement:
-    """Vote among all processes of a run, which does not wait for pending work on the GPU.
+    """Vote among all processes of a run on yes-or-no questions. A vote does not wait for pending work on the GPU.
 
     Every process must create an instance after the process group is initialized. With a single process, the result of a vote is
     the answer of this process.

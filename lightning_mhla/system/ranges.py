@@ -6,6 +6,7 @@ A comparison such as ``value < 0`` is false for NaN, which would therefore pass.
 from __future__ import annotations
 
 import math
+from numbers import Integral
 
 LARGEST_SEED = 2**63 - 1
 """Largest seed that fits into a tensor of a batch."""
@@ -53,12 +54,15 @@ def check_range(
 
 
 def check_seed(**options: int | None) -> None:
-    """Check that seeds are integers from 0 to :data:`LARGEST_SEED`.
+    """Check that seeds are between 0 and :data:`LARGEST_SEED`, which is 2**63 - 1.
 
     Args:
         options: value of each seed; None is not checked.
 
     Raises:
-        ValueError: if a seed is out of bounds.
+        ValueError: if a seed is not an integer, or is out of bounds.
     """
+    for name, value in options.items():
+        if not isinstance(value, Integral | None):
+            raise ValueError(f"{name}={value} must be an integer")
     check_range(least=0, most=LARGEST_SEED, **options)

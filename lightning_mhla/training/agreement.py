@@ -17,8 +17,8 @@ def shared_options(model: Mapping[str, Any]) -> list[str]:
     """Return the names of options that must agree in a model and in its data.
 
     Args:
-        model: hyperparameters of the model. If they include a ``vae``, the model works on latents, and options that describe
-            images are left out.
+        model: hyperparameters of the model. If they include a ``vae`` (image autoencoder), the model works on latents, and
+            options that describe images are left out.
     """
     return [name for name in AGREE if name not in OF_PIXELS or not model.get("vae")]
 
@@ -44,6 +44,8 @@ def disagreement(name: str, model: Any, data: Any) -> str:
         model: value of the option in the model.
         data: value of the option in the data.
     """
+    if name == "context":
+        return f"data.context={data} is longer than model.context={model}; give one of them, and it is taken for both"
     return f"model.{name}={model} and data.{name}={data} must be equal; give one of them, and it is taken for both"
 
 

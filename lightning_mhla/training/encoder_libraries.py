@@ -208,7 +208,8 @@ def describe_encoder(pretrained: str) -> dict[str, Any]:
     :mod:`lightning_mhla.swap.timm_networks` for timm.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder, or of a folder of transformers or timm, or the encoder's name.
+        pretrained: path of a checkpoint, of a run's folder, or of a folder with a model in the format of transformers or timm;
+            or the encoder's name on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such encoder.

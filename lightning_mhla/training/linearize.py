@@ -46,7 +46,7 @@ class TwoStageOptions(Protocol):
 
 
 class DistillationOptions(TwoStageOptions, Protocol):
-    """Protocol for the options of two-stage training whose second stage has a loss on data beside that of the teacher."""
+    """Protocol for the options of two-stage training whose second stage adds a distance from a teacher to a loss on data."""
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the loss on the data and the distance from the teacher's predictions.
@@ -121,11 +121,11 @@ class LinearizedHost(ABC):
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Move the teacher, in place, to a device.
+        """Move the teacher, in place, to a device. Subclasses can also convert it to the dtype of the model that learns from it.
 
         Args:
             teacher: model before its attention was replaced.
-            network: model that learns from the teacher.
+            network: model that learns from the teacher. It is not changed.
             device: device of ``network``.
         """
         teacher.to(device)
@@ -142,7 +142,7 @@ class LinearizedHost(ABC):
 
     @abstractmethod
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Return the predictions of a model or its teacher, in the form that :meth:`distance` compares.
+        """Return the predictions of a model or its teacher, such as class scores, in the form that :meth:`distance` compares.
 
         Args:
             network: model with replaced attention, or its teacher.
@@ -161,7 +161,7 @@ class LinearizedHost(ABC):
 
 @dataclass(frozen=True)
 class ScoringHost(LinearizedHost):
-    """Two-stage training of timm classifiers and transformers language models after their attention was replaced.
+    """Operations of two-stage training for models from timm and transformers.
 
     Replaced layers of these libraries can still compute their original attention. The first stage, which trains each layer to
     reproduce its original output, therefore needs no teacher. It trains only the parameters of the new attention. The second
@@ -203,7 +203,9 @@ class ScoringHost(LinearizedHost):
 
     @override
     def distance(self, predicted: Tensor, expected: Tensor) -> Tensor:
-        """Return the Kullback-Leibler divergence from the teacher's class probabilities, averaged over all axes but the last.
+        """Return the Kullback-Leibler divergence of the model's class probabilities from the teacher's, a scalar.
+
+        The divergence is averaged over all axes but the last.
 
         Args:
             predicted: scores of the model, ``[B, ..., classes]``.
@@ -244,10 +246,9 @@ class Linearization:
         return self._teacher
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Load the teacher, and check that replaced layers can be trained on their own.
+        """Prepare the two stages: load the teacher, if the options name one, and check that the first stage is possible.
 
-        The teacher is loaded if the options name one. The check takes place if the first stage, which trains each replaced
-        layer on its own, has any steps.
+        The first stage trains each replaced layer on its own. The check is skipped if this stage has no steps.
 
         Args:
             module: training module, at the start of a fit.
@@ -256,7 +257,7 @@ class Linearization:
         Raises:
             ValueError: if replaced layers cannot be trained one by one, for example because the strategy shards weights.
         """
-        if self.options.layer_steps:
+        if self.options.layer_steps and module.trainer.state.fn == "fit":
             self.host.check(module.trainer, module.network, module.hparams["train"])
         if self.options.teacher is not None and self._teacher is None:
             self._teacher = read_teacher(self.options.teacher).eval().requires_grad_(False)

@@ -146,6 +146,14 @@ def test_queries_keys_and_values_are_tensors(name: str, kind: str) -> None:
             mhla_attention(**tensors, mixing=M, block_size=4, **options)
     with pytest.raises(TypeError, match=message):
         mhla_prefill(**tensors, mixing=M, block_size=4)
+    _, state = mhla_prefill(Q, Q, Q, M, block_size=4)
+    one_token = {key: x[:, 0] if isinstance(x, torch.Tensor) else x for key, x in tensors.items()}
+    with pytest.raises(TypeError, match=message):
+        mhla_step(**one_token, mixing=M, state=state, block_size=4)
+    _, state = mhla_prefill(Q[:, :4], Q[:, :4], Q[:, :4], M, block_size=4, causal="block")
+    one_block = {key: x[:, :4] if isinstance(x, torch.Tensor) else x for key, x in tensors.items()}
+    with pytest.raises(TypeError, match=message):
+        mhla_step(**one_block, mixing=M, state=state, block_size=4, causal="block")
     if name != "v":
         with pytest.raises(TypeError, match=message):
             attention_matrix(tensors["q"], tensors["k"], M, block_size=4)

@@ -391,6 +391,15 @@ def test_nothing_is_read_while_a_graph_is_recorded_or_tensors_are_fake(name: str
         assert GRAPHS[name](*(mode.from_tensor(x) for x in arguments)).shape == want.shape
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64], ids=str)
+def test_packed_bounds_that_cannot_be_read_are_integers(dtype: torch.dtype) -> None:
+    x, mixing = torch.rand(1, 8, 1, 4), torch.eye(2)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        bounds = mode.from_tensor(torch.tensor([0, 1], dtype=dtype))
+        with pytest.raises(ValueError, match=rf"cu_seqlens must be at least two integers, got {dtype}"):
+            mhla_attention(mode.from_tensor(x), x, x, mixing, block_size=4, cu_seqlens=bounds)
+
+
 def test_transformations_inside_a_graph() -> None:
     torch._dynamo.reset()
 

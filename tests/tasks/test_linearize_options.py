@@ -77,6 +77,32 @@ def test_speed_is_not_measured_beyond_the_positions_of_a_model() -> None:
     assert longest_sample(source, transformers.RobertaModel(config)) == 126
 
 
+def test_generation_is_not_measured_where_memory_runs_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    network = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, max_position_embeddings=128))
+    forward = type(network).forward
+
+    def limited(self: Any, tokens: Any, **options: Any) -> Any:
+        if tokens.shape[1] > 16:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory")
+        return forward(self, tokens, **options)
+
+    monkeypatch.setattr(type(network), "forward", limited)
+    monkeypatch.setattr(speed, "CONTEXTS", (8, 16, 32, 64))
+    with caplog.at_level("INFO"):
+        results = speed.generation_by_length({"original": network, "mhla": network}, 128)
+    assert {length: sorted(times) for length, times in results.items()} == {
+        8: ["mhla", "original"],
+        16: ["mhla", "original"],
+    }
+    assert "generation is not measured after 32 tokens" in caplog.text
+    monkeypatch.setattr(speed, "CONTEXTS", (8,))
+    monkeypatch.setattr(type(network), "forward", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # a fault of the model is not hidden
+        speed.generation_by_length({"original": network}, 128)
+
+
 def test_the_context_of_a_gguf_file_is_the_default_length(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf")
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "llama")

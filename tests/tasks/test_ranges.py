@@ -44,11 +44,31 @@ from lightning_mhla.callbacks.recovery import Recovery
 from lightning_mhla.generative.distillation import DistillationConfig
 from lightning_mhla.generative.fidelity.features import DigitFeatures, RandomFeatures
 from lightning_mhla.generative.flow import FlowConfig
+from lightning_mhla.system.processes import process_device
+from lightning_mhla.system.ranges import check_seed
 from lightning_mhla.training.encoders import EncoderDistillation
 from lightning_mhla.training.linearize import TransferOptions
 from lightning_mhla.training.optim import OptimizerConfig
 from lightning_mhla.training.options import TrainingOptions
 from lightning_mhla.vision.preprocessing import Preprocessing
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:3", "mps", "xpu", "meta", "hpu", "gpu", "cpu:x", "nonsense"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_devices_that_are_not_there(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^device='{name}' is not (available|a device of torch)"):
+        process_device(name)
+
+
+def test_devices_that_are_there() -> None:
+    assert process_device("cpu").type == "cpu"
+    assert process_device(None).type == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("seed", [1.5, -1, 2**63, float("nan"), "1"])
+def test_seeds_are_integers(seed: Any) -> None:
+    with pytest.raises(ValueError, match=r"^seed=.* must be"):
+        check_seed(seed=seed)
 
 
 @pytest.mark.parametrize(

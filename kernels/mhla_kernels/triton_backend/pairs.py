@@ -265,10 +265,10 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     blocks into chunks of several consecutive blocks, and only pairs inside a chunk count.
 
     Args:
-        call: arguments of the attention operator, in the parallel or spanning form; in cross-attention, those of the keys.
-        gradient: gradient of the outputs, ``[B, N, H, V]``.
-        weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each token, ``[B * H, N]`` float32 each; None
-            without normalizer.
+        call: arguments of the attention operator, in the parallel or spanning form.
+        gradient: gradient of the outputs, ``[B, N, H, V]`` for N queries.
+        weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each query, ``[B * H, N]`` float32 each; None if
+            there is no normalizer.
 
     Returns:
         Gradient for each batch row and head, ``[B * H, M, M]`` float32 for M blocks, or ``[B * H, Mq, Mk]`` in

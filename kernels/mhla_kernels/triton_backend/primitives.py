@@ -47,8 +47,9 @@ SIZES = (
 def kernel(function: Callable[..., Any]) -> Any:
     """Decorate a function as a Triton kernel that is compiled once for all sequence lengths.
 
-    Triton does not specialize the kernel on the values of sizes and strides. The stride of the features is an exception: a
-    value of 1 allows wide loads. Callers divide the other strides of token tensors by a common divisor, and pass the divisor as
+    Triton does not specialize the kernel on the values of its sizes, which are the parameters in :data:`SIZES`, and of its
+    strides, whose names contain ``stride_``. The stride of the features, ``NAME_stride_d``, is an exception: a value of 1
+    allows wide loads. Callers divide the other strides of token tensors by a common divisor, and pass the divisor as
     a constant of the kernel, so that Triton knows the alignment of the rows.
     """
     lengths = [

@@ -214,13 +214,16 @@ def random_numbers(device: torch.device) -> Callable[..., Tensor]:
 
 
 def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> TokenLayout:
-    """Create the partition of a trial's tokens into blocks, one of which is shorter than the others if ``size`` is at least 3.
+    """Create the partition of a trial's tokens into blocks of at most ``size`` tokens.
+
+    If ``size`` is at least 3, one block is shorter than the others, so that kernels are also tried on such a block.
 
     Args:
         blocks: number of blocks in a sequence.
         size: tokens in the largest block.
-        name: ``"equal"`` or ``"uneven"`` for blocks of one sequence; ``"packed"`` for equal blocks of two packed sequences, of
-            which the second one is a token shorter.
+        name: ``"equal"`` for a partition that one block size describes, whose last block is the short one; ``"uneven"`` for
+            one that block bounds describe, whose first block is short; ``"packed"`` for two packed sequences with one block
+            size, the second sequence one token shorter than the first.
         device: device of the bounds of packed sequences.
     """
     tokens = blocks * size - size // 3

@@ -19,7 +19,7 @@ from lightning_mhla.data.loader import sample_groups
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.remote import LARGEST_SIDE_FILE
 from lightning_mhla.data.shards import beside_shard, holds_shards
-from lightning_mhla.data.write import Preparation, array_bytes, check_not_the_source, readable
+from lightning_mhla.data.write import Preparation, array_bytes, check_not_the_source, check_per_shard, readable
 from lightning_mhla.system.files import written_whole
 from lightning_mhla.system.untrusted import check_size, parse_array, read_json
 from mhla_tasks.captioned.text import CaptionEncoder
@@ -38,7 +38,7 @@ AXES = {3: "[C, h, w]", 4: "[C, f, h, w]"}
 
 
 def empty_caption_file(shard: Path) -> Path:
-    """Return the path of the file that holds the embedding of the empty caption, in the same folder as a shard."""
+    """Return the path of the file in a shard's folder that holds the embedding of the empty caption."""
     return beside_shard(shard, "empty-caption.npy")
 
 
@@ -74,7 +74,7 @@ def check_captions(sets: ShardSets, stage: str) -> None:
         stage: ``"train"``, ``"validate"`` or ``"test"``.
 
     Raises:
-        ValueError: if a manifest records a different number of tokens, or a different instruction before captions.
+        ValueError: if a manifest records a different number of tokens, or a different instruction inserted before captions.
     """
     first = read_manifest(sets)
     for manifest in sorted({beside_shard(shard, "manifest.json") for shard in sets.find(stage)}):
@@ -157,8 +157,8 @@ class EncodedSamples:
         """Return one sample as a dict.
 
         Returns:
-            ``latent`` ``[C, ...]`` float32, ``text`` (caption embeddings) ``[text_length, D]`` float32, and the given
-            ``index``.
+            A dict with ``latent`` ``[C, ...]`` float32, with C channels; ``text`` ``[text_length, D]`` float32, the caption
+            embeddings with D features; and the given ``index``.
 
         Raises:
             BrokenSampleError: if the latent or the embeddings are missing, are not arrays of numbers, or have a different shape
@@ -218,13 +218,13 @@ class EncodedSource:
     """Captioned images or videos that are to be encoded, with the files that contain them.
 
     Attributes:
-        samples: map-style data set of dicts, whose entry ``key`` holds the pixels ``[3, ...]`` in -1 .. 1. If the samples have
-            several sizes, the data set has an attribute ``groups`` with the group number of each sample, ``[samples]`` int64.
-            All samples of a group have the same size.
+        samples: map-style data set of dicts. The entry named by :attr:`key` holds the pixels ``[3, ...]`` in -1 .. 1. If the
+            samples have several sizes, the data set has an attribute ``groups`` with the group number of each sample,
+            ``[samples]`` int64. All samples of a group have the same size.
         key: name of the entry with the pixels: ``image`` or ``video``.
-        files: reader of the captions, by sample index.
-        origins: record of the source files, with which a later call of :func:`encode_samples` detects that they have changed.
-            It has an entry for each sample or for each shard.
+        files: reader that returns the captions of a sample, given the index of the sample.
+        origins: record of the source files, by which a later call of :func:`encode_samples` detects changed files. It has an
+            entry for each sample or for each shard.
         per_sample: whether ``origins`` has an entry for each sample; false if it has an entry for each shard.
     """
 
@@ -290,7 +290,8 @@ def encode_samples(
     Args:
         source: samples to encode.
         options: options that the latents and embeddings depend on, such as the image size. They are recorded in
-            ``manifest.json``, so JSON must be able to represent the values. ``model`` is the folder or name of the pipeline.
+            ``manifest.json``, so JSON must be able to represent the values. The entry ``model`` is required: the folder or
+            Hugging Face Hub name of the pipeline.
         target: path of the folder of shards, created if missing.
         encode: function that encodes a batch of pixels ``[B, 3, ...]`` as latents ``[B, C, ...]``. It is called with ``B = 1``.
         captions: encoder of the captions.
@@ -305,10 +306,11 @@ def encode_samples(
         Paths of the shards of all processes, and the number of samples that this process skipped.
 
     Raises:
-        ValueError: if there are no samples, or the folder holds shards that were written with different options, or from
-            source files that have changed since.
-        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded, or all of them.
+        ValueError: if there are no samples, ``per_shard`` is below 1, ``force`` is set for several processes, or the folder
+            holds shards that were written with different options or from source files that have changed since.
+        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded, or if none can and only one process runs.
     """
+    check_per_shard(per_shard)  # before force deletes the existing shards
     if not len(source.samples):
         raise ValueError("the source has no samples, so there is nothing to encode")
     made_with = {"per_shard": per_shard, **options, MODEL_FILES: model_digest(options["model"], ENCODERS)}

@@ -15,7 +15,15 @@ from lightning_mhla.data.classes import data_set_classes
 from lightning_mhla.data.images import LabelledFolder, ShardImages, shard_classes
 from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest, sample_key, shard_origins
 from lightning_mhla.data.shards import holds_shards
-from lightning_mhla.data.write import Preparation, array_bytes, check_not_the_source, check_outside, grouped, readable
+from lightning_mhla.data.write import (
+    Preparation,
+    array_bytes,
+    check_not_the_source,
+    check_outside,
+    check_per_shard,
+    grouped,
+    readable,
+)
 from lightning_mhla.generative.codecs import LatentCodec
 from lightning_mhla.system.ranges import check_range
 from mhla_tasks.diffusion.sources import FLIPPED, LATENT, SignedImage
@@ -32,9 +40,9 @@ class LabelledSource:
     """Labeled images that are to be encoded, with the files that contain them.
 
     Attributes:
-        samples: map-style data set of dicts with ``image`` ``[3, S, S]`` in -1 .. 1 and ``label``.
-        origins: record of the source files, with which a later call of :func:`encode_images` detects that they have changed.
-            It has an entry for each image or for each shard.
+        samples: map-style data set of dicts with ``image`` ``[3, S, S]`` float32 in -1 .. 1 and the class ``label``, an int.
+        origins: record of the source files, by which a later call of :func:`encode_images` detects changed files. It has an
+            entry for each image or for each shard.
         per_sample: whether ``origins`` has an entry for each image; false if it has an entry for each shard.
         classes: class names in the order of the labels; None if unknown.
     """
@@ -79,11 +87,13 @@ def encode_images(
         Paths of the shards of all processes, and the number of images that this process skipped.
 
     Raises:
-        ValueError: if there are no images, a number is below 1, or the folder holds shards that were written with different
-            options, or from images that have changed since.
-        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded, or all of them.
+        ValueError: if there are no images, ``per_shard``, ``batch_size`` or ``image_size`` is below 1, ``force`` is set for
+            several processes, or the folder holds shards that were written with different options or from images that have
+            changed since.
+        BrokenSampleError: if more than ``max_skipped`` images cannot be decoded, or if none can and only one process runs.
     """
     check_range(least=1, batch_size=batch_size, image_size=image_size)
+    check_per_shard(per_shard)  # before force deletes the existing shards
     if not len(source.samples):
         raise ValueError("the source has no images, so there is nothing to encode")
     options = {
@@ -120,7 +130,7 @@ def open_source(name: str, target: Path, prefix: str, image_size: int, num_class
         target: path of the folder to which latents will be written. If it already contains shards with a different prefix,
             images of a folder get the labels that those shards use for their classes.
         prefix: prefix of the shards to write.
-        image_size: side in pixels to which the images are shrunk and cropped.
+        image_size: side in pixels of the square to which images are resized and cropped.
         num_classes: number of classes, larger than every label in shards; None for the number of class names that the shards
             list, if any. It is ignored for a folder with one subfolder per class.
 

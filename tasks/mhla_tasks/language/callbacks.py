@@ -1,8 +1,8 @@
 """Callbacks that log the training speed of a language model and sample text from it.
 
-Lightning's ThroughputMonitor also measures speed, but it is not used here for two reasons. It takes functions of a batch, which
-a configuration file cannot hold. It excludes only the time of validation, so evaluations with lm-evaluation-harness would count
-as training time.
+Lightning's ThroughputMonitor also measures speed, but it is not used here for two reasons. It needs functions of a batch as
+arguments, which a configuration file cannot hold. It excludes only the time of validation, so evaluations with
+lm-evaluation-harness would count as training time.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class TokenThroughput(Callback):
         self.restart(trainer)
 
     def exclude(self, seconds: float) -> None:
-        """Leave out the time of a periodic evaluation in the measurement of the training speed."""
+        """Exclude the duration of a periodic evaluation, in seconds, from the measured training time."""
         self._start += seconds
 
     def restart(self, trainer: Trainer) -> None:
         """Restart the timer and the token count, to exclude the time of work such as validation from the training speed.
 
-        A GPU is synchronized first, so that the time covers finished work.
+        A GPU is synchronized first, because its kernels run asynchronously.
         """
         device = trainer.strategy.root_device
         if device.type == "cuda":  # kernels run asynchronously: time only finished work
@@ -76,7 +76,10 @@ class TokenThroughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the tokens of the batch, and log the training speed every ``log_every_n_steps`` optimizer steps."""
-        self._tokens += batch["tokens"][:, 1:].numel()
+        inputs = (
+            batch["tokens"] if "labels" in batch else batch["tokens"][:, 1:]
+        )  # without labels, one token is a target only
+        self._tokens += inputs.numel()
         if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return
         tokens, start = self._tokens, self._start

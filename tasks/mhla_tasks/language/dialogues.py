@@ -32,12 +32,12 @@ def as_document(value: Any, source: str) -> Document | None:
 
     Args:
         value: a string, None, or a list of messages. A message is a dict with the strings ``role`` and ``content``; other keys
-            are ignored.
+            are ignored, except those of tool calls.
         source: location of the value, for the error message.
 
     Raises:
-        ValueError: if the value has a different type, or a message lacks a role or a content, has a role that is not a single
-            word, or calls tools.
+        ValueError: if the value has a different type, or a message lacks ``role`` or ``content``, has a role that is not a
+            single word, or calls tools.
     """
     if value is None or isinstance(value, str):
         return value

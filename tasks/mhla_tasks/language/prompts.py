@@ -71,8 +71,8 @@ class GenerationOptions:
 def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Choose the sampling options for a model: the values that the user sets, or else those saved with the model.
 
-    With saved values alone, the options have the same effect as in transformers' ``generate``. If the settings of the model do
-    not say whether to sample, the defaults of :class:`GenerationOptions` apply.
+    If the saved settings say whether to sample, they have the same effect as in transformers' ``generate``. Otherwise they are
+    ignored, and the defaults of :class:`GenerationOptions` apply.
 
     Args:
         saved: generation settings of the model.

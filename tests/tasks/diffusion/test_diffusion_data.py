@@ -144,6 +144,10 @@ def test_new_shards_are_never_their_own_source(place: Path, tmp_path: Path) -> N
     ):
         registry.run("prepare latents", once)
     registry.run("prepare latents", [f"{shards}/train-*.tar", *once[1:]])  # resumes: nothing is left to do
+    finished = sorted(shards.iterdir())
+    with pytest.raises(SystemExit, match="per_shard"):
+        registry.run("prepare latents", [f"{shards}/train-*.tar", *once[1:], "--force", "--per_shard", "0"])
+    assert sorted(shards.iterdir()) == finished, "deleted although an option was wrong"
 
 
 def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(place: Path) -> None:

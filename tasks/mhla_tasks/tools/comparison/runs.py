@@ -134,8 +134,8 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
 def unrecorded(folders: Sequence[Path]) -> list[Path]:
     """List the folders of runs that cannot be compared, because they have no ``run.json``.
 
-    A folder counts as a run if it contains a configuration of a run or was started by a sweep. A given folder without any run
-    is also listed.
+    A folder counts as a run if it contains the configuration of a run, or if a sweep started a run in it. A folder in
+    ``folders`` that contains no run at all is also listed.
 
     Args:
         folders: folders of runs, or folders that contain such folders at any depth.

@@ -79,8 +79,9 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
     """Identify a pretrained model. A GGUF or ONNX file is first converted to a folder that transformers loads.
 
     Args:
-        name: path of a folder of transformers or timm, of a ``.gguf`` or ``.onnx`` file, or of a folder with one such file;
-            or a name on the Hugging Face Hub, or the name of a timm encoder with the prefix ``timm:``.
+        name: path of a folder with a model in the format of transformers or timm, of a ``.gguf`` or ``.onnx`` file, or of a
+            folder with one such file. Also the name of a model on the Hugging Face Hub, or ``timm:`` followed by the name of a
+            timm encoder.
         folder: folder to write a converted model to.
         reuse: whether to use a model that was converted from the same file earlier, if ``folder`` contains one.
 
@@ -90,8 +91,8 @@ def open_source(name: str, folder: Path, reuse: bool = False) -> PretrainedSourc
     Raises:
         FileNotFoundError: if there is no such model.
         ModuleNotFoundError: if the package that reads GGUF or ONNX files is not installed.
-        ValueError: if the model is not a causal language model or an encoder of transformers, or a vision transformer of timm,
-            or if its attention was already replaced.
+        ValueError: if the model is none of the supported kinds (causal language models and encoders of transformers, vision
+            transformers of timm), or its attention was already replaced.
     """
     title, file = _title(name), _model_file(Path(name))
     if file is not None:

@@ -58,15 +58,15 @@ def seconds_by_length(
 ) -> dict[int, dict[str, float]]:
     """Measure the duration of a forward pass with one sample, for several models and sample lengths.
 
-    Lengths that a model does not support are left out, and so are those above ``longest``, and those after the first length at
-    which memory runs out or the forward passes of all models take more than :data:`LONG_PASS` seconds in total. The length of
-    the training samples is measured in any case, if the models support it.
+    Lengths above ``longest`` are left out, and so are lengths that a model does not support. Measuring stops after the first
+    length at which memory runs out, or one pass of every model takes more than :data:`LONG_PASS` seconds in total. Only the
+    length of the training samples is tried in any case.
 
     Args:
         source: pretrained model, which determines the lengths and the kind of input.
         networks: models in evaluation mode, by name. One of them has the name ``original``.
         longest: maximum length that the models accept; None if there is no limit.
-        trained: length of the training samples.
+        trained: length of the training samples, in tokens or in pixels of an image's side.
 
     Returns:
         Mapping from sample length, in tokens or in pixels of an image's side, to the seconds of each model by name.
@@ -91,7 +91,11 @@ def seconds_by_length(
 
 
 def _time_passes(source: PretrainedSource, networks: Mapping[str, Any], length: int) -> dict[str, list[float]]:
-    """Measure the seconds of forward passes by model: one pass if it takes long, else :data:`REPEATS` more."""
+    """Measure the durations of forward passes in seconds, by name of the model.
+
+    Each model makes ``REPEATS + 1`` passes, or fewer if one pass of every model takes more than :data:`LONG_PASS` seconds in
+    total.
+    """
     passes: dict[str, list[float]] = {name: [] for name in networks}
     for _ in range(REPEATS + 1):
         # Models take turns, so that other work on the machine affects all of them alike.
@@ -125,25 +129,32 @@ def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> di
 
     Returns:
         Mapping from the number of preceding tokens to a dict for each model by name, with ``seconds`` per token and ``bytes``
-        of the cache for one sequence.
+        of the cache for one sequence. Measuring stops at the first number for which memory runs out.
     """
     results: dict[int, dict[str, dict[str, float]]] = {}
     for length in CONTEXTS:
         if longest is not None and length + TOKENS_TIMED > longest:
             break
-        tokens, row = torch.arange(length + TOKENS_TIMED)[None] % 1000, {}
-        for name, network in networks.items():
-            cache = network(
-                tokens[:, :length] % network.config.vocab_size, use_cache=True, logits_to_keep=1
-            ).past_key_values
-            size, times = _cache_bytes(cache), []
-            for place in range(length, length + TOKENS_TIMED):
-                begin = time.perf_counter()
-                network(tokens[:, place : place + 1] % network.config.vocab_size, past_key_values=cache, use_cache=True)
-                times.append(time.perf_counter() - begin)
-            row[name] = {"seconds": statistics.median(times), "bytes": size}
-        results[length] = row
+        try:
+            results[length] = {name: _time_generation(network, length) for name, network in networks.items()}
+        except RuntimeError as error:
+            if "memory" not in str(error):
+                raise
+            log.info("generation is not measured after %d tokens: %s", length, str(error).splitlines()[0])
+            break  # longer texts need more of it
     return results
+
+
+def _time_generation(network: Any, length: int) -> dict[str, float]:
+    """Return the median time of a generated token after ``length`` tokens in ``seconds``, and the ``bytes`` of the cache."""
+    tokens = torch.arange(length + TOKENS_TIMED)[None] % min(1000, network.config.vocab_size)
+    cache = network(tokens[:, :length], use_cache=True, logits_to_keep=1).past_key_values
+    size, times = _cache_bytes(cache), []
+    for place in range(length, length + TOKENS_TIMED):
+        begin = time.perf_counter()
+        network(tokens[:, place : place + 1], past_key_values=cache, use_cache=True)
+        times.append(time.perf_counter() - begin)
+    return {"seconds": statistics.median(times), "bytes": size}
 
 
 def _cache_bytes(cache: Any) -> int:
