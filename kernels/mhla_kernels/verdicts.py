@@ -307,7 +307,7 @@ def _is_stored(path: Path) -> bool:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file under an unpredictable name and rename it, so that files and links planted in the folder stay unwritten."""
+    """Write a JSON file under an unpredictable name and rename it, so that nothing is written through a planted link."""
     aside = path.with_name(f"{path.stem}.{uuid4().hex}.part")
     try:
         with aside.open("x") as stream:

@@ -110,8 +110,8 @@ class SampleGrid(PeriodicEvaluation):
 
     Args:
         samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
-        sampling: sampler options, as an instance of the model's dataclass or as a mapping of those that differ from the model's default
-            options; null for the default options.
+        sampling: sampler options, as an instance of the model's dataclass or as a mapping of those that differ from the
+            model's default options; null for the default options.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.

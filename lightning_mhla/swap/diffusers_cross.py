@@ -58,8 +58,9 @@ TEXTS = 4
 class TextMemory:
     """Memory of the last four texts that cross-attention layers have read, with the key-value summaries of each layer.
 
-    A summary is the sum of the products of keys and values over one block of text tokens. A text is recognized by its values, because a model projects the same encoded text to new tensors in every step. The values
-    are copied, because a caller may write a different text to the same tensor.
+    A summary is the sum of the products of keys and values over one block of text tokens. A text is recognized by its values,
+    because a model projects the same encoded text to new tensors in every step. The values are copied, because a caller may
+    write a different text to the same tensor.
     """
 
     def __init__(self) -> None:

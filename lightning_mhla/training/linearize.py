@@ -121,7 +121,7 @@ class LinearizedHost(ABC):
         """
 
     def place(self, teacher: nn.Module, network: nn.Module, device: torch.device) -> None:
-        """Move the teacher, in place, to a device. Subclasses can also convert it to the dtype of the model that learns from it.
+        """Move the teacher, in place, to a device. Subclasses can also convert it to the dtype of ``network``.
 
         Args:
             teacher: model before its attention was replaced.

@@ -287,8 +287,10 @@ def test_another_kind_of_call_is_rejected(family: Family) -> None:
         ("1 rows, but q has B=3", lambda: step(family, three, 5, made["dense"], state)),
         ("block_size=2, .*block_size=4",
          lambda: family.prefill(*inputs, made["dense"], block_size=4, state=state)),
-        ("a step takes one token.* go to mhla_(window_)?prefill", lambda: family.step(*inputs, made["dense"], state, block_size=SIZE)),
-        ("one token goes to mhla_(window_)?step", lambda: family.prefill(*(x[:, 0] for x in inputs), made["dense"], block_size=SIZE)),
+        ("a step takes one token.* go to mhla_(window_)?prefill",
+         lambda: family.step(*inputs, made["dense"], state, block_size=SIZE)),
+        ("one token goes to mhla_(window_)?step",
+         lambda: family.prefill(*(x[:, 0] for x in inputs), made["dense"], block_size=SIZE)),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             call()
