@@ -2,10 +2,10 @@
 
 The first part of a model's name stands for its architecture and attention, the last part for its size:
 
-- ``mhla_vlt_{t,s,b,l}``: VLT with MHLA
-- ``ravlt_{t,s,b,l}``: VLT with RALA
-- ``mavit_{t,s,b,l}``: VLT with MALA and the wider head of MAViT
-- ``mhla_deit_{t,s,b}``: DeiT with MHLA
+- ``mhla_vlt_{t,s,b,l}``: VLT, a hierarchical vision transformer, with MHLA
+- ``ravlt_{t,s,b,l}``: VLT with rank-augmented linear attention (RALA)
+- ``mavit_{t,s,b,l}``: VLT with magnitude-aware linear attention (MALA) and the wider head of MAViT
+- ``mhla_deit_{t,s,b}``: DeiT, a plain vision transformer, with MHLA
 
 Options of the attention are set with ``timm.create_model("mhla_vlt_t", attention={...})``; see
 :class:`lightning_mhla.AttentionConfig`. For VLT, ``stages={...}`` sets options of :class:`lightning_mhla.vision.StageConfig`.
@@ -71,7 +71,7 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options under this package's names instead of timm's, such as ``channels`` instead of ``in_chans``.
+    """Return the options of a model under this package's names, such as ``channels`` instead of timm's ``in_chans``.
 
     Raises:
         ValueError: if ``drop_rate`` is not 0, since the models have no dropout.

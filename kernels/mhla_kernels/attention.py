@@ -54,8 +54,9 @@ def mhla_attention(
 
     **Features must be nonnegative while** ``normalize`` **is on. By default, no feature map is applied to q and k.** Pass
     ``feature_map="relu"``, map q and k yourself (with ``elu(x) + 1``, for example), or pass ``normalize=False``. On a CPU,
-    every call raises a ValueError for negative features that are too large to be rounding errors. On an accelerator, only the
-    first call of the process on this device checks for them. Compiled graphs do not check.
+    every call raises a ValueError for negative features that are too large in magnitude to be rounding errors. On each
+    accelerator, only the first call of the process checks for them. Calls in compiled graphs, under transformations of
+    ``torch.func`` and in CUDA graph capture do not check.
 
     The tokens are divided into blocks, and the keys and values of each block are summarized as sums of ``k_j v_j^T``. With b(t)
     for the block of token t, the weight of a token pair is ``A[t, j] = m[b(t), b(j)] * (q_t . k_j)``, zero where masked. If
@@ -106,9 +107,9 @@ def mhla_attention(
             checked at once; values on an accelerator are checked by the device itself, without waiting for it. None if each row
             is one sequence. In cross-attention, the bounds of the queries.
         key_cu_seqlens: ``[S + 1]`` integers, the bounds of the keys in packed cross-attention: the queries of sequence s attend
-            to the keys of sequence s. A sequence may have no queries or no keys; queries without keys have zero outputs. The
-            number of blocks of every non-empty sequence is Mq for queries and Mk for keys, unless ``mixing`` is an
-            :class:`ExponentialMixing`.
+            to the keys of sequence s. A sequence may have no queries or no keys; queries without keys have zero outputs. Unless
+            ``mixing`` is an :class:`ExponentialMixing` without a grid, every non-empty sequence must have exactly Mq blocks of
+            queries or Mk blocks of keys.
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
             several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
             ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. Cross-attention has no
@@ -206,7 +207,8 @@ def attention_matrix(
             cross-attention, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
         block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
         block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
-        key_block_size: tokens in a block of keys, in cross-attention; None for the blocks of the queries.
+        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given, the
+            keys have the blocks of the queries.
         key_block_offsets: ``Mk + 1`` integers for key blocks of uneven size, in cross-attention.
         causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
             of the blocks before it.
@@ -255,7 +257,7 @@ def _choose_form(problem: Problem, fused: bool) -> ChosenForm:
 
     Args:
         problem: checked arguments of the call.
-        fused: whether Triton kernels would run the call, instead of PyTorch.
+        fused: whether Triton kernels, instead of PyTorch, are to compute the call.
 
     Returns:
         ``"parallel"``, ``"chunked"`` or ``"spanning"``.

@@ -55,9 +55,9 @@ def choose_backend(backend: str, q: Tensor, k: Tensor, v: Tensor, form: str) -> 
     """Choose whether PyTorch or the Triton kernels compute an attention call.
 
     Args:
-        backend: requested backend. ``"torch"`` and ``"triton"`` are returned as they are. ``"auto"`` chooses Triton on a GPU if
-            the kernels support the call, unless the installed version of Triton may miscompile them there, or the environment
-            variable ``MHLA_BACKEND`` is ``"torch"``.
+        backend: requested backend. ``"torch"`` is returned as it is, and so is ``"triton"`` if the kernels support the call.
+            ``"auto"`` chooses Triton on a GPU if the kernels support the call, unless the installed version of Triton may
+            miscompile the kernels for this GPU, or the environment variable ``MHLA_BACKEND`` is ``"torch"``.
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, Hkv, Dk]``.
         v: values, ``[B, N, Hkv, Dv]``.

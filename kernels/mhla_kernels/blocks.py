@@ -34,7 +34,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return False if torch is compiling a graph, or if new tensors on ``device`` are fake tensors without values."""
+    """Return whether new tensors on ``device`` have values: False for fake tensors, and while torch compiles a graph."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -247,8 +247,8 @@ class BlockPartition(NamedTuple):
 
     Attributes:
         tokens: number of tokens N.
-        blocks: number of blocks M; for packed sequences, possibly an upper bound.
-        slots: number of slots in a block, C: the size of the largest block.
+        blocks: number of blocks M; possibly an upper bound for packed sequences or a symbolic number of tokens.
+        slots: number of slots in a block, C, at least the size of the largest block.
         slot: ``[N]`` int64, index of each token's slot, counted over all blocks; None if token t is in slot t for every t.
         local: ``[M]`` int64, index of each block within its packed sequence; None if the row is one sequence.
         owner: ``[M]`` int64, index of each block's packed sequence, or S for an unused block, where S is the number of
@@ -301,8 +301,8 @@ class BlockPartition(NamedTuple):
         """Expand mixing coefficients that cover the longest sequence to all M blocks of the partition.
 
         The n blocks of a packed sequence get the first n rows and columns. Coefficients between different sequences are zero.
-        Without packing, the result is the first M rows and columns. If M is symbolic, and the coefficients cover fewer blocks,
-        the last row and column are repeated.
+        Without packing, the result is the first M rows and columns. If M is a symbolic upper bound, and the coefficients cover
+        fewer blocks, the last row and column are repeated for the remaining blocks, which have no tokens.
 
         Args:
             mixing: coefficients for m blocks, ``[..., m, m]``, where m is at least the number of blocks in any sequence.

@@ -156,22 +156,23 @@ _looked_at: set[torch.device] = set()
 
 
 def check_features(features: dict[str, tuple[Tensor, Tensor | None]], way_out: str) -> None:
-    """Check that no feature of the queries and keys is negative, if their values can be read.
+    """Check that the queries and keys have no negative features, apart from rounding errors.
 
     With negative features, the attention weights of a query may sum to nearly zero, which makes its output meaningless.
-    Negative values up to 1e-5 times the largest feature are accepted as rounding errors.
+    Negative values count as rounding errors if their magnitude is at most 1e-5 times the largest feature.
 
-    On a CPU, every call is checked. On an accelerator, only the first call of the process on this device is checked, since
-    reading a value waits for the device. Calls under ``torch.compile``, ``torch.export``, ``torch.vmap`` and CUDA graph capture
-    are not checked.
+    On a CPU, every call is checked. On each accelerator, only the first call of the process is checked, since reading a value
+    waits for the device. Calls under ``torch.compile``, ``torch.export``, transformations of ``torch.func`` and CUDA graph
+    capture are not checked.
 
     Args:
-        features: for each name, a pair of features ``[B, N, H, D]`` and their mask ``[B, N]`` bool. The mask is False for
-            masked tokens, which may hold any value. It is None if no token is masked.
+        features: for each tensor name, features ``[B, N, H, D]`` and their mask ``[B, N]`` bool. The mask is False for masked
+            tokens, which may hold any value. It is None if no token is masked.
         way_out: advice on how to fix the call, placed at the end of the error message.
 
     Raises:
-        ValueError: if a feature is negative; the message gives the name of its tensor and the smallest value.
+        ValueError: if a negative feature is not a rounding error; the message gives the name of its tensor and the smallest
+            value.
     """
     tensors = [x for x, _ in features.values()]
     if not has_values(*tensors):
@@ -427,7 +428,8 @@ def as_integers(values: Tensor | Sequence[int], name: str) -> tuple[int, ...]:
         name: name of the argument, for the error message.
 
     Raises:
-        ValueError: if a value is not an integer, or if there are fewer than two values.
+        ValueError: if a value is not an integer, if there are fewer than two values, or if ``torch.vmap`` maps over a tensor,
+            so that its values differ between the mapped calls.
     """
     if isinstance(values, Tensor):
         check_integers(values, name)

@@ -40,7 +40,7 @@ def rectify(x: Tensor) -> Tensor:
 
 
 def hide(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return a copy of tokens in which masked tokens are zero.
+    """Return a copy of tokens in which masked tokens are zero, or the tokens themselves if there is no mask.
 
     Args:
         x: tokens, ``[B, N, H, D]``.

@@ -72,7 +72,7 @@ def mhla_prefill(
         k: keys, ``[B, N, Hkv, K]``; Hkv divides H. With ``normalize``, nonnegative after the feature map.
         v: values, ``[B, N, Hkv, V]``.
         mixing: mixing coefficients, as for causal :func:`mhla_attention`. A matrix of coefficients must cover all blocks up to
-            the last of the new tokens.
+            the block of the last new token.
         block_size: tokens in a block.
         causal: True, or ``"block"`` if a token attends to all tokens of its own block and of all blocks before it. The new
             tokens of a row must then be complete blocks. The last block may be shorter, but no call can continue the row after
@@ -163,8 +163,8 @@ def mhla_step(
 ) -> tuple[Tensor, MHLAState]:
     """Apply causal :func:`mhla_attention` to one more token of every row, and return outputs and a new generation state.
 
-    The state replaces the keys and values of earlier tokens. A step takes time ``O(K V)``. Where a block begins, it takes
-    ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
+    The state replaces the keys and values of earlier tokens. For each row and head, a step takes time ``O(K V)``. When a block
+    begins, it takes ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
 
     With ``causal="block"``, a step takes one more block of every row instead of one token.
 
@@ -193,7 +193,7 @@ def mhla_step(
 
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call, or was passed to
-            an earlier call with ``donate_state``.
+            an earlier call with ``donate_state=True``.
         TypeError: for a dtype that is not float32, bfloat16 or float64.
     """
     check_causal(causal)
@@ -295,6 +295,7 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor, prefill: str = "mhla_prefil
 
     Raises:
         ValueError: if one of them does not have three axes; the message names the function for several tokens.
+        TypeError: if one of them is not a tensor.
     """
     _check_are_tensors(q, k, v)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
@@ -307,6 +308,7 @@ def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
 
     Raises:
         ValueError: if one of them does not have four axes, or if there are no tokens or more than ``block_size``.
+        TypeError: if one of them is not a tensor.
     """
     _check_are_tensors(q, k, v)
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
@@ -422,7 +424,8 @@ class Piece(NamedTuple):
     Attributes:
         start: the generation state, of the same class as the state that :func:`begin` was given. If the last block of a row was
             full and the row gets new tokens, that block is now one of the finished blocks, and a new block is open.
-        firsts: index of the block that receives the first new token, in each row.
+        firsts: index of the block that receives the first new token, in each row; for a row without new tokens, the index of
+            its last block.
         offsets: number of tokens that this block already holds, in each row.
     """
 
@@ -522,8 +525,15 @@ def take_back(out: Tensor, offsets: tuple[int, ...], tokens: int, mask: Tensor |
 class _ContinuedMixer(Mixer):
     """Callable that mixes the summaries of new blocks with those of the blocks that a generation state already holds.
 
-    A summary is a sum over the keys and values of a block. The mixtures also include the finished blocks of the state, and
-    the earlier tokens of the block in which the new tokens begin.
+    A summary is a sum over the keys and values of a block. The mixtures include the finished blocks of the state, and the
+    earlier tokens of the block in which the new tokens begin.
+
+    Args:
+        mixing: mixing coefficients between blocks.
+        start: generation state, in which the first new token of each row belongs to the open block.
+        firsts: index of the block that receives the first new token, in each row.
+        blocks: number of blocks that the new tokens occupy, M.
+        key_value: number of key-value products in a summary, K * V.
     """
 
     def __init__(self, mixing: Mixing, start: MHLAState, firsts: Sequence[int], blocks: int, key_value: int) -> None:

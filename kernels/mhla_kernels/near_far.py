@@ -86,7 +86,7 @@ def scale_features(f: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
         far: logarithm of a factor on the weights of far tokens, ``[..., C, 1]``.
 
     Returns:
-        Features, at most 1, and the logarithm of the factor on their weights.
+        The divided features, at most 1, and ``far`` plus the logarithm of the divisor, ``[..., C, 1]``.
     """
     size = f.detach().amax(-1, keepdim=True) if f.shape[-1] else torch.ones_like(far)
     size = size.masked_fill(size < torch.finfo(f.dtype).tiny, 1)
@@ -178,7 +178,13 @@ def _far_factor(log_factor: Tensor, log_divisor: Tensor, no_far: Tensor) -> Tens
 
 
 def _suits_flash(queries: Sequence[Tensor], near: Sequence[NearTokens], far: FarTokens) -> bool:
-    """Return whether torch's flash attention for CPUs can compute the near part, and is likely to be faster."""
+    """Return whether torch's flash attention for CPUs supports these tensors, and is likely to be faster than explicit scores.
+
+    Args:
+        queries: queries of each group of near tokens.
+        near: groups of near tokens.
+        far: sums over the far tokens.
+    """
     q = queries[0]
     if q.device.type != "cpu" or q.shape[-2] < FEWEST_QUERIES or q.shape[-1] != near[0].v.shape[-1]:
         return False
@@ -197,7 +203,7 @@ def _largest(x: Tensor) -> float:
 
 
 def _fit(x: Tensor, limit: float) -> Tensor:
-    """Return whether no entry of a vector ``[..., D]`` is NaN or exceeds ``limit`` in absolute value, ``[..., 1]`` bool."""
+    """Return whether all entries of each vector ``[..., D]`` are in ``[-limit, limit]``, ``[..., 1]`` bool; False for NaN."""
     return (x.abs() <= limit).all(-1, keepdim=True)
 
 

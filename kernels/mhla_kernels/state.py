@@ -273,7 +273,10 @@ class BlockState:
         return draft.state(self.lengths)
 
     def _finished_at(self, block: int) -> int:
-        """Return the number of finished blocks in a row whose last block has the index ``block``. Subclasses implement it."""
+        """Return the number of blocks in ``finished`` for a row whose last block has the index ``block``.
+
+        Subclasses implement this method.
+        """
         raise NotImplementedError
 
     def _open_block(self, draft: Draft, rows: Rows, block: int) -> None:
@@ -356,7 +359,10 @@ class Draft:
 
 
 def check_state(state: Any, kind: type[BlockState], prefill: str) -> None:
-    """Raise ValueError unless ``state`` is a ``kind``. The message names ``prefill``, the function that makes such states."""
+    """Raise ValueError unless ``state`` is an instance of ``kind``.
+
+    The message names ``prefill``, the function that makes such states.
+    """
     if not isinstance(state, kind):
         raise ValueError(
             f"state is {type(state).__name__}, not {kind.__name__}; {prefill} makes that of the first tokens"
@@ -367,7 +373,7 @@ def check_state(state: Any, kind: type[BlockState], prefill: str) -> None:
 class MHLAState(BlockState):
     """Generation state that :func:`mhla_prefill` and :func:`mhla_step` take and return.
 
-    It holds block summaries in place of the keys and values of earlier tokens.
+    It holds block summaries in place of the keys and values of earlier tokens. :class:`BlockState` documents its attributes.
     """
 
     @override

@@ -72,8 +72,8 @@ def cache_folder() -> Path:
 def environment(device: str) -> dict[str, str]:
     """Return the properties on which the result of comparing a Triton kernel with PyTorch depends, by name.
 
-    These properties are the device, the versions of torch, CUDA, Triton and the driver, and a hash of the package's source
-    files.
+    These properties are the model of the device, the versions of torch, CUDA, Triton and (if it is known) the driver, and a
+    hash of the package's source files.
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``; ``"cpu"`` for Triton's interpreter.
@@ -107,7 +107,7 @@ def driver_version(text: str) -> str:
 def folder_of(device: str) -> Path:
     """Return the path of the folder that stores which Triton kernels agree with PyTorch on a device.
 
-    Its name is a hash of :func:`environment`.
+    The name of the folder is a hash of the result of :func:`environment`.
 
     Args:
         device: name of the device in torch, such as ``"cuda:0"``.
@@ -119,14 +119,15 @@ def folder_of(device: str) -> Path:
 def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
     """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
 
-    If no earlier process has stored that it agrees, the kernel is compared with PyTorch now. During the capture of a CUDA graph
-    this is not possible, and the result is False. It is also False if this process stopped using the kernel without comparing
-    it, for example because another process had stopped using it (see :func:`agree_on_kernels`).
+    The first call compares the kernel with PyTorch, unless an earlier process has stored that it agrees. Later calls return
+    the same result. During the capture of a CUDA graph, no comparison is possible, and the result is False if there is none
+    yet. It is also False if this process stopped using the kernel before any comparison, for example because another process
+    had stopped using it (see :func:`agree_on_kernels`).
 
     Args:
         kind: name of the kernel, which is used in file names.
         device: name of the device that the kernel would run on, such as ``"cuda:0"``.
-        trial: function that compares the kernel with PyTorch, see :func:`judge`.
+        trial: function that compares the kernel with PyTorch, as for :func:`judge`.
 
     Raises:
         Exception: if the comparison fails for lack of memory.
@@ -193,7 +194,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
     Args:
         kind: name of the kernel.
-        device: name of the device that the kernel runs on, such as ``"cuda:0"``.
+        device: name of a device, such as ``"cuda:0"``, for the warning. The kernel is no longer used on any device.
         reason: why the kernel may not be used.
     """
     if kind not in _withdrawn:
@@ -202,7 +203,7 @@ def withdraw(kind: str, device: str, reason: str) -> None:
 
 
 def withdrawn() -> dict[str, str]:
-    """Return the reasons why this process no longer uses certain Triton kernels, by the name of the kernel."""
+    """Return a dict of the Triton kernels that this process no longer uses: names as keys, reasons as values."""
     return dict(_withdrawn)
 
 
@@ -254,7 +255,7 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
 
 
 def forget() -> None:
-    """Clear this process's record of which Triton kernels agree with PyTorch; files in the cache folder stay."""
+    """Clear this process's record of which Triton kernels may and may not be used; files in the cache folder stay."""
     for record in (_usable, _withdrawn, _captured):
         record.clear()
     environment.cache_clear()
@@ -264,7 +265,7 @@ def in_own_thread(run: Callable[[], Any], device: torch.device) -> Any:
     """Call a function in a separate thread, where no mode of torch (fake tensors, inference, autocast) is active.
 
     The thread uses the current CUDA stream of the calling thread. Backward passes in ``run`` stay in the new thread, because
-    autograd's own thread for the device may be waiting for it.
+    autograd's own thread for the device may be waiting for the result of this function.
 
     Args:
         run: function to call.
@@ -297,7 +298,7 @@ def _path_of(kind: str, device: str) -> Path:
 
 
 def _is_stored(path: Path) -> bool:
-    """Return whether a file exists that this user or root made; links and files of other users do not count."""
+    """Return whether a file with this path exists and belongs to this user or root; links do not count."""
     try:
         own_folder(path.parent, cache_folder())
         check_own(path)

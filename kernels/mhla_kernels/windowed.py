@@ -6,10 +6,11 @@ MHLA is multi-head linear attention with mixing coefficients m between blocks. F
     w[t, j] = exp(far_t) m[i', b(j)] f_t . g_j                       j far
     o_t = sum_j w[t, j] v_j / sum_j w[t, j]
 
-f and g are nonnegative features of queries and keys. Both kinds of weights share one normalizer. In causal attention, j runs
-over tokens up to t, the near tokens are in block i or i - 1, and i' = i - 1. Otherwise j runs over all tokens, the near tokens
-are in block i or next to it along every axis of the block grid, and i' = i. In addition, the first tokens of a sequence can be
-sinks, which are near for every query; without causality, every token is also near for a sink.
+f and g are nonnegative features of queries and keys, and far_t is the logarithm of a factor on the weights of far tokens. Both
+kinds of weights share one normalizer. In causal attention, j runs over tokens up to t, the near tokens are in block i or i - 1,
+and i' = i - 1. Otherwise j runs over all tokens, the near tokens are in block i or in a neighbor of it (along an axis of the
+block grid or diagonally), and i' = i. In addition, the first tokens of a sequence can be sinks, which are near for every query.
+Without causality, every token is also near for a sink.
 
 Softmax attention to near tokens is most of what linearized language models need (LoLCATs, arXiv 2410.10254, section 3.3,
 describes the combination with plain linear attention). Pretrained models put much of their attention on the first tokens
@@ -73,7 +74,8 @@ def mhla_window_attention(
 
     MHLA is multi-head linear attention with mixing coefficients m between blocks. The weight of a near token j for query t is
     ``exp(scale q_t . k_j)``. The weight of a far token j is ``exp(far_t) m[i, b(j)] f_t . g_j``, where b(j) is the block of
-    token j, and f and g are features of queries and keys. Each output is the mean of the values with these weights.
+    token j, f and g are features of queries and keys, and far_t is the entry of ``far`` for query t. Each output is the mean of
+    the values with these weights.
 
     With ``causal``, near tokens are in the query's block and in the block before it, all earlier tokens are far, and i is the
     block before the query's. Otherwise, near tokens are in the query's block and in the blocks next to it, along each axis and
@@ -239,8 +241,10 @@ def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None, sink
         problem: checked arguments of :func:`mhla_window_attention`, except the features.
         f: features of the queries, ``[B, N, H, K]``.
         g: features of the keys, ``[B, N, H, K]``.
-        far: logarithm of a factor on the weights of far tokens; None if the caller did not pass it.
-        sink_q: queries that read the sinks (the first tokens, which every query reads); None if the caller did not pass them.
+        far: logarithm of a factor on the weights of far tokens, broadcastable to ``[B, N, H]``; None if the caller did not pass
+            it.
+        sink_q: queries that read the sinks (the first tokens, which every query reads), ``[B, N, H, Dk]``; None if the caller
+            did not pass them.
     """
     return nothing(problem, f, g, *(x for x in (far, sink_q) if x is not None))
 

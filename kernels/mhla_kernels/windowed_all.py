@@ -1,6 +1,7 @@
 """Windowed attention without causality, with softmax weights for near tokens and MHLA weights for far tokens.
 
-Near tokens are in the query's block or next to it along every axis of the block grid. See :mod:`mhla_kernels.windowed`.
+Near tokens are in the query's block or in a neighbor of it, along an axis of the block grid or diagonally. See
+:mod:`mhla_kernels.windowed`.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, R blocks of a window, K width of a key's features, V
 width of a value.
@@ -80,7 +81,7 @@ def attend_all(
 
 
 class Window(NamedTuple):
-    """Mixing coefficients and block grid of windowed attention without causality, with methods that compute it by blocks.
+    """Mixing coefficients and block grid of windowed attention without causality, which the methods compute block by block.
 
     Attributes:
         matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks, whose tokens
@@ -100,7 +101,8 @@ class Window(NamedTuple):
     def far(self, tokens: Sequence[Tensor], real: Tensor) -> FarTokens:
         """Compute the sums over the far tokens of each query from summaries of blocks.
 
-        The result holds the sums, ``[B, H, N, V + 1]``, and the logarithm of a factor on them, ``[B, H, N, 1]``.
+        The result holds the sums, ``[B, H, N, V + 1]``, and the logarithm of a factor on them, ``[B, H, N, 1]``. The sums are V
+        weighted sums of values and, in the last column, the sum of the weights.
 
         Args:
             tokens: tensors of all tokens, as :func:`attend_all` takes them.

@@ -52,7 +52,7 @@ class InBlocks(NamedTuple):
         return cls(q, k, v, f, g, far, visible)
 
     def without_sinks(self, is_first: Tensor, sinks: int) -> InBlocks:
-        """Return the tensors with sinks masked and the features of their keys zero; queries read sinks separately.
+        """Return the tensors with the sinks masked and their key features set to zero, because queries read sinks separately.
 
         Args:
             is_first: ``[M]`` bool, True for blocks that begin a sequence.

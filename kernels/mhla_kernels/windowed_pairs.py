@@ -1,6 +1,7 @@
 """Windowed attention without causality, computed from the scores of all token pairs, for short sequences and small images.
 
-The number of operations grows with N squared, but all of them are large matrix products, and no tokens are copied into blocks.
+The number of operations grows with N squared, but most of them are in large matrix products, and no tokens are copied into
+blocks.
 
 Shape letters: B batch, N tokens, H heads, M blocks, K width of a key's features, V width of a value.
 """
@@ -73,7 +74,7 @@ def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
     Args:
         near_blocks: mask of blocks that are the same or next to each other, ``[M, M]`` bool.
         block: index of each token's block, ``[N]`` int64.
-        sinks: number of sinks. These first tokens form a near pair with every token.
+        sinks: number of sinks, the first tokens, each of which is near every token.
     """
     is_sink = torch.arange(len(block), device=block.device) < sinks
     return near_blocks[block[:, None], block] | is_sink[:, None] | is_sink

@@ -137,8 +137,8 @@ def mhla_window_prefill(
         sinks: number of tokens at the start of each row that are sinks; at most ``block_size``.
         far: logarithm of a factor on the weights of far tokens, ``[B, N, H]`` or broadcastable to it; None means zeros.
         scale: factor on the scores of near tokens; None means ``Dk ** -0.5``.
-        lengths: number of tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None if there is
-            no padding. If this is a tensor on an accelerator, the call waits for the device.
+        lengths: number of new tokens in each row, ``[B]`` integers; the rest of the row is padding, on the right. None for no
+            padding. If this is a tensor on an accelerator, the call waits for the device.
         state: state that the last call of this function or of :func:`mhla_window_step` returned; None at the start. It is not
             changed.
         sink_q: queries that read the sinks, ``[B, N, H, Dk]``; None means q.
@@ -148,7 +148,7 @@ def mhla_window_prefill(
 
     Raises:
         ValueError: if shapes, lengths or the state do not fit together, or if features are negative.
-        TypeError: if a dtype is not float32, bfloat16 or float64.
+        TypeError: if a dtype is not float32, bfloat16 or float64, or if ``mixing`` has an unsupported type.
     """
     check_tokens(q, "mhla_window_step")
     mixing, block_size = as_mixing(mixing), check_block_size(block_size)
@@ -282,7 +282,7 @@ def mhla_window_step(
 
     Raises:
         ValueError: if shapes or the state do not fit together, or if features are negative.
-        TypeError: if a dtype is not float32, bfloat16 or float64.
+        TypeError: if a dtype is not float32, bfloat16 or float64, or if ``mixing`` has an unsupported type.
     """
     check_one_token(q, k, v, "mhla_window_prefill")
     check_state(state, MHLAWindowState, "mhla_window_prefill")

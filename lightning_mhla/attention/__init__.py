@@ -1,6 +1,7 @@
-"""Attention layers: one class for each kind of attention, all with the interface of :class:`Attention`.
+"""Attention layers: one class for each kind of self-attention and of cross-attention.
 
-To add a kind to this package, define its class in a new module and import the class here.
+Self-attention layers have the interface of :class:`Attention`, and cross-attention layers that of :class:`CrossAttention`. To
+add a kind to this package, define its class in a new module and import the class here.
 """
 
 from lightning_mhla.attention.base import Attention, build_attention

@@ -52,7 +52,8 @@ class Attention(AttentionKind):
         value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
         causal: True if each token attends only to itself and earlier tokens, or ``"block"`` if each token attends to all tokens
-            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid.
+            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid without prefix
+            tokens.
         block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous, instead
             of raster order. :class:`lightning_mhla.Backbone` sets this, and reorders the tokens once for all layers.
         projections: whether the layer has its own projections. If not, callers pass the projections of another module to
@@ -186,7 +187,8 @@ class Attention(AttentionKind):
             key_mask: ``[B, N]`` bool, False for hidden tokens, in the order of ``x``. Hidden tokens do not influence other
                 tokens, even if they contain NaN, and their outputs are zero. None if all tokens are visible.
             rotary: rotary angles of the tokens, in the order of ``x``; None to compute them from positions counted from 0.
-                Layers for images always compute the angles from row and column.
+                Layers for images ignore this argument and compute the angles from row and column. Layers without rotary
+                embedding ignore it too.
             cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N. Only for causal
                 attention. None for one sequence in each row.
             projections: projections to use if the layer has none of its own; None for the layer's own.
@@ -285,7 +287,7 @@ class Attention(AttentionKind):
             x: tokens ``[B, N, dim]``, in raster order, or in block order if the layer was built with ``block_ordered``. Rows
                 and columns of the result have the same order.
             key_mask: ``[B, N]`` bool, False for hidden tokens; None if all tokens are visible.
-            rotary: rotary angles of the tokens, in the order of ``x``; None to compute them.
+            rotary: rotary angles of the tokens, in the order of ``x``, as for :meth:`forward`; None to compute them.
             projections: projections to use if the layer has none of its own; None for the layer's own.
 
         Raises:
@@ -408,6 +410,6 @@ def build_attention(config: AttentionConfig, dim: int, heads: int, layout: Block
         **options: further keyword arguments of :class:`Attention`, such as ``causal``.
 
     Raises:
-        ValueError: if the arguments do not fit together, see :class:`Attention`.
+        ValueError: if the arguments do not fit together (see :class:`Attention`).
     """
     return Attention.kinds[config.kind](dim, heads, layout, config, **options)

@@ -56,8 +56,8 @@ class AttentionConfig:
             gla, gated_deltanet, mamba2, gated_conv (a short convolution instead of attention), or your own kind from a module
             that --allow=MODULE imports. An unknown name raises an error that lists the known ones.
         block_grid: number of blocks along each axis of the token grid (images, video).
-        block_size: number of tokens in a block (sequences). mhla and mhla_window need either block_grid or block_size; no other
-            kind uses them. In block-causal attention, every kind needs block_size.
+        block_size: number of tokens in a block (sequences). mhla and mhla_window need either block_grid or block_size. Other
+            kinds use blocks only in block-causal attention, where every kind needs block_size.
         mixing: parametrization of the mixing coefficients, the weights with which a block reads the summaries of other blocks.
             dense has one free coefficient for each pair of blocks. exponential is a sum of exponentials of the distance between
             blocks, and its cost is linear in the number of blocks.
@@ -214,9 +214,10 @@ class CrossAttentionConfig(AttentionConfig):
 
 
 def report_unused(config: AttentionConfig, unused: Sequence[str]) -> None:
-    """Log which options in ``config`` differ from their defaults although the kind of attention ignores them.
+    """Log which options in ``config`` differ from their defaults although they have no effect.
 
-    The same message is logged only once.
+    These are options that the kind of attention ignores and, with dense mixing, the options of exponential mixing. The same
+    message is logged only once.
 
     Args:
         config: configuration of a layer.
@@ -237,7 +238,7 @@ def _report(kind: str, names: tuple[str, ...]) -> None:
 def layout_for(
     configs: Sequence[AttentionConfig], grid: Sequence[int], prefix_tokens: int = 0, causal: Causal = False
 ) -> BlockLayout:
-    """Build the token layout that all layers of a model share. It has a single block if no layer uses blocks.
+    """Build the token layout that all layers of a model share. The layout has a single block if no layer uses blocks.
 
     Args:
         configs: configurations of the layers.

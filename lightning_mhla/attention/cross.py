@@ -267,7 +267,7 @@ class CrossAttention(nn.Module):
         Kinds that support summaries implement this method.
 
         Args:
-            inputs: inputs of the call, without keys and values.
+            inputs: inputs of the call. Its keys and values are empty, because the summaries replace them.
             summaries: summaries that this layer computed, with as many rows as the queries.
         """
         raise NotImplementedError

@@ -67,7 +67,7 @@ class ContextSummaries:
     computed them can read them; its copies cannot.
 
     Attributes:
-        keys: sums of ``k^T v``, ``[B, H, Mk, K, V]``, and sums of k, ``[B, H, Mk, K]``, over the tokens of each of Mk blocks.
+        keys: sums of ``k v^T``, ``[B, H, Mk, K, V]``, and sums of k, ``[B, H, Mk, K]``, over the tokens of each of Mk blocks.
             Keys k have K features, and values v have width V.
         context: order and blocks of the context.
         layer: weak reference to the layer that computed the summaries.
@@ -121,7 +121,7 @@ def place(name: str, order: BlockOrder, layout: BlockLayout | None, x: Tensor, s
         start: number of tokens that precede ``x`` in the sequence.
 
     Returns:
-        Order and blocks. For a sequence, its layout has one block for each (possibly partial) block of these tokens.
+        Order and blocks of the tokens. A block of a sequence counts even if the call has only a part of its tokens.
 
     Raises:
         ValueError: if the number of tokens is zero or does not fit the layout, if ``start`` is not an integer or is negative,

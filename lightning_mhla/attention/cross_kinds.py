@@ -98,6 +98,8 @@ class LinearCrossAttention(CrossAttention, kind="linear"):
     def _features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
         """Return the features of queries and keys, and the feature map that the attention operator still has to apply to them.
 
+        The features are ``[B, Nq, H, K]`` and ``[B, Nk, H, K]``, where K is 2 Dk for learned features, and otherwise Dk.
+
         Args:
             q: queries, ``[B, Nq, H, Dk]``.
             k: keys, ``[B, Nk, H, Dk]``.
@@ -232,7 +234,7 @@ def build_cross_attention(
         **options: further keyword arguments of :class:`CrossAttention`, such as ``context_dim``.
 
     Raises:
-        ValueError: if the kind has no cross-attention, or the arguments do not fit together, see :class:`CrossAttention`.
+        ValueError: if the kind has no cross-attention, or the arguments do not fit together (see :class:`CrossAttention`).
     """
     check_cross_config(config, config.kind)
     return CrossAttention.kinds[config.kind](dim, heads, layout, context_layout, config, **options)

@@ -95,7 +95,7 @@ def apply_features(
     Args:
         q: queries, ``[B, N, H, Dk]``.
         k: keys, ``[B, N, H, Dk]``.
-        features: name of the feature map, such as ``"elu"``. The learned feature map is not applied here, see
+        features: name of the feature map, such as ``"elu"``. The learned feature map is not applied here; see
             :class:`LearnedFeatures`.
         rotary: rotary angles of the tokens; None for no rotation.
         key_weighting: whether to scale each key by its softmax weight for the mean query, see :func:`weighted_keys`.

@@ -40,7 +40,7 @@ class GLAOptions(RecurrentOptions):
 class GatedLinearAttention(RecurrentAttention, kind="gla"):
     """Gated linear attention (GLA, arXiv 2312.06635, section 4).
 
-    For a token x, the log-decays of the key features are ``logsigmoid(W2 W1 x + b) / 16``, where W1 has rank 16. The options
+    For a token x, the log-decays of the key features are ``logsigmoid(W2 W1 x + b) / 16``, where W1 x has width 16. The options
     ``decay_divisor`` and ``decay_rank`` change these two numbers. The output of each head is normalized by an RMSNorm and
     multiplied by a SiLU gate. There is no feature map, normalizer or positional encoding. In the paper, all keys of a token
     together are half as wide as the token; set ``key_width`` accordingly. The constructor takes the arguments of

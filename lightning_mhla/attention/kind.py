@@ -171,7 +171,7 @@ class AttentionKind(nn.Module):
         """Compute causal attention for the next tokens of each row, given the state after the previous tokens.
 
         A state has the attributes ``lengths`` (number of previous tokens in each row) and ``bytes`` (size in memory), and a
-        method ``select(rows)`` that returns the state of the given rows.
+        method ``select(rows)`` that returns the state of the rows with the given indices.
 
         Args:
             inputs: inputs of the next tokens. Rows with fewer tokens than others are padded on the right.

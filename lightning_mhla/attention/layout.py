@@ -24,8 +24,8 @@ class Placement(NamedTuple):
         layout: token grid and its partition into blocks; sizes may be symbolic in a compiled graph.
         order: ``[S]`` int64, index of the input token in each slot; None if the order does not change.
         inverse: ``[N]`` int64, slot of each input token; None if the order does not change.
-        blocks: keyword argument that describes the blocks to the attention function, ``block_size`` or ``block_offsets``; empty
-            if the layer takes it from its own layout.
+        blocks: dict with the keyword argument that describes the blocks to the attention function, ``block_size`` or
+            ``block_offsets``; empty if the layer knows its blocks or uses none.
         filled: ``[S]`` bool, True for slots that hold a token; None if all slots do.
     """
 

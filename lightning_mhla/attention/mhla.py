@@ -38,7 +38,8 @@ class MHLA(SummaryAttention, kind="mhla"):
         value_width: width of the values of one head; None for ``dim // heads``.
         bias: whether the projections have a bias.
         causal: True if each token attends only to itself and earlier tokens, or ``"block"`` if each token attends to all tokens
-            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid.
+            of its own block and of earlier blocks (block-causal attention). Both require a 1-D grid without prefix
+            tokens.
         block_ordered: whether inputs and outputs are in block order, in which the tokens of each block are contiguous.
         projections: whether the layer has its own projections. If not, callers pass the projections of another module to
             :meth:`forward`.
@@ -134,6 +135,9 @@ class MHLA(SummaryAttention, kind="mhla"):
 
         Dense mixing coefficients of new blocks are extrapolated from the existing ones.
 
+        Args:
+            tokens: number of tokens in the longest sequence. A number that the layout already covers has no effect.
+
         Raises:
             ValueError: if the layer is not causal.
         """
@@ -176,6 +180,8 @@ class MHLA(SummaryAttention, kind="mhla"):
     @override
     def operator_flops(self, tokens: int) -> float:
         """Return the number of floating-point operations of the attention of one sequence, without the projections.
+
+        A multiply-add counts as two operations.
 
         Args:
             tokens: number of tokens of the sequence.

@@ -37,7 +37,7 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
     the gradient is not linear, so its result would depend on how the gradient is summed over batches or processes.
 
     Args:
-        values: tensor of any shape.
+        values: floating-point tensor of any shape.
         low: lower bound.
         high: upper bound.
 
@@ -54,10 +54,10 @@ def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
 def locality_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
     """Compute initial mixing coefficients that decrease with the distance between blocks (arXiv 2601.07832, section 3).
 
-    Row i contains the coefficients with which block i reads the summaries of blocks j. They are proportional to
+    Row i contains the coefficients with which block i weights the key-value summaries of blocks j. They are proportional to
     ``1 - dist(i, j) / max_k dist(i, k)``, where ``dist`` is the Euclidean distance on the block grid. For causal attention,
-    they are proportional to ``1 - dist(i, j) / M`` for ``j <= i``, so that all visible blocks start above zero. The block of
-    prefix tokens has distance 0 to all blocks. Each row sums to 1.
+    they are proportional to ``1 - dist(i, j) / M`` for ``j <= i``, so that all visible blocks start above zero. Prefix tokens,
+    such as a class token, form a block with distance 0 to all blocks. Each row sums to 1.
 
     Args:
         layout: token grid and its partition into M blocks.
@@ -102,7 +102,9 @@ def check_init(init: str) -> None:
 
 
 class MixingCoefficients(nn.Module):
-    """Base class of modules that hold the mixing coefficients of a layer, the weights with which blocks read block summaries.
+    """Base class of modules that hold the mixing coefficients of an attention layer.
+
+    The coefficients are the weights with which the queries of each block combine the key-value summaries of blocks.
 
     Parameters stay in float32 regardless of the model's precision. Coefficients must not be negative. :meth:`forward` and
     :meth:`matrix` therefore reflect parameters outside the allowed range back into it (:func:`bounded`), so that an optimizer,
@@ -114,7 +116,7 @@ class MixingCoefficients(nn.Module):
         return ", ".join(f"{name}={list(values.shape)}" for name, values in self.named_parameters())
 
     def forward(self, block_grid: tuple[int, ...] | None = None) -> MixingLike:
-        """Return the mixing coefficients in a form that :func:`mhla_kernels.mhla_attention` accepts as ``mixing``.
+        """Return the coefficients as a tensor or a ``Mixing`` object, for :func:`mhla_kernels.mhla_attention`.
 
         Args:
             block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for.
@@ -245,13 +247,13 @@ class DenseCoefficients(FreeCoefficients):
         """Return the mixing coefficients of M blocks, ``[M, M]``, or ``[H, M, M]`` if each of H heads has its own.
 
         Args:
-            block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for. If
-                it differs from that number, a layout with ``block_size`` uses the first rows and columns, and other layouts
-                resize the matrix by interpolation.
+            block_grid: number of blocks along each axis in this call; None for the number that the parameters were made for.
+                For a different number, the matrix is cut to its first rows and columns if the layout has a ``block_size``, and
+                resized by interpolation otherwise.
 
         Raises:
-            ValueError: if a layout with ``block_size`` has more blocks than the parameters were made for, or a layout with
-                prefix tokens would have to be resized.
+            ValueError: if the layout has a ``block_size`` and there are more blocks than the parameters were made for, or if
+                the matrix would have to be resized and the layout has prefix tokens.
         """
         if block_grid in (None, self.grid):
             return bounded(self.weight)
@@ -312,7 +314,7 @@ class DenseCoefficients(FreeCoefficients):
         return for_heads(resized, self.weight)
 
     def extend(self, blocks: int) -> None:
-        """Extend causal coefficients to ``blocks`` blocks. Existing coefficients do not change.
+        """Extend causal coefficients to at least ``blocks`` blocks. Existing coefficients do not change.
 
         New rows and columns are extrapolated by :func:`mhla_kernels.extend_mixing`.
         """
@@ -485,8 +487,8 @@ def for_heads(values: Tensor, parameter: Tensor) -> Tensor | None:
         parameter: parameter of this layer; its first axis is the head axis if each head has its own values.
 
     Returns:
-        Converted values. If both tensors have the same number of axes, the result is ``values`` itself, or None if there are
-        three axes and the numbers of heads differ. With fewer axes, the numbers of heads are not compared.
+        Converted values, which are ``values`` itself if both tensors have the same number of axes. None if both have three axes
+        and different numbers of heads. For tensors with fewer axes, the caller has to compare the numbers of heads.
     """
     if values.dim() < parameter.dim():
         return values.expand(parameter.shape[0], *values.shape).clone()

@@ -12,15 +12,15 @@ from lightning_mhla.attention.layout import BlockLayout, LayoutTables, Placement
 
 
 class TokenOrder(LayoutTables):
-    """Base class of modules that permute the tokens of a layer into the order that its kind of attention needs.
+    """Base class of modules that permute the tokens of an attention layer into the order in which it processes them.
 
     Call :meth:`fit` before the first use.
 
     Args:
         block_ordered: whether inputs and outputs of the layer are in block order (block by block) instead of raster order (row
             by row).
-        buffers: whether the permutations are buffers. If not, they are plain attributes, and copies of the model, such as a
-            weight average, may have permutations of different sizes.
+        buffers: whether the permutations are registered as buffers. If not, they are plain attributes, so that copies of the
+            model, such as a weight average, may have permutations of different sizes.
     """
 
     order: Tensor | None
@@ -47,7 +47,7 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Permutation of input tokens into the order that the attention needs, for the layout of the last :meth:`fit`."""
+        """Layout of the last :meth:`fit`, and the permutation of input tokens into the order that attention processes."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     def operator_layout(self, layout: BlockLayout) -> BlockLayout:
@@ -63,7 +63,7 @@ class BlockOrder(TokenOrder):
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from raster to block order (``order``) and its ``inverse``, by name.
+        """Return a dict with the permutation from raster to block order (``order``) and its inverse (``inverse``).
 
         Both are ``[N]`` int64. The dictionary is empty if no permutation is needed.
         """
@@ -81,7 +81,7 @@ class RasterOrder(TokenOrder):
 
     @override
     def tables(self) -> dict[str, Tensor]:
-        """Return the permutation from block to raster order (``order``) and its ``inverse``, by name.
+        """Return a dict with the permutation from block to raster order (``order``) and its inverse (``inverse``).
 
         Both are ``[N]`` int64. The dictionary is empty if no permutation is needed.
         """
@@ -98,9 +98,9 @@ class RasterOrder(TokenOrder):
 class GivenOrder(TokenOrder):
     """Module that keeps the order of the layer's inputs.
 
-    Attention uses this module if it gives the same results in block order and in raster order. In a backbone that puts the
-    tokens of all layers into block order, the inputs are in block order; otherwise, they are in raster order. Causal attention
-    has a 1-D grid, in which the two orders are the same.
+    The module is for kinds of attention that give the same results in block order and in raster order. In a backbone that puts
+    the tokens of all layers into block order, the inputs are in block order; otherwise, they are in raster order. Causal
+    attention has a 1-D grid, in which the two orders are the same.
     """
 
     @override

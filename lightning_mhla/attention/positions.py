@@ -153,8 +153,9 @@ class PositionLimit:
     larger distance. StreamingLLM (arXiv 2309.17453, section 3.2) counts positions within its cache for the same reason.
 
     Attributes:
-        frequencies: function that returns the angle per token of each pair of features, ``[D' / 2]``, in radians. Features i
-            and i + D' / 2 are a pair; features from D' on are not rotated.
+        frequencies: function that returns the angle in radians by which each pair of features is rotated per token,
+            ``[D' / 2]``, where D' is the number of rotated features of a head. Features i and i + D' / 2 are a pair; features
+            from D' on are not rotated.
         tokens: the limit L, in tokens. The last position is L - 1.
     """
 
@@ -255,7 +256,7 @@ class GridRotary(LayoutTables):
         self.register_buffer("sin", None, persistent=False)
 
     def fit(self, layout: BlockLayout, device: torch.device | None = None) -> None:
-        """Compute the rotary angles of all tokens of a 2-D layout, in the block order of this layout.
+        """Compute and store the rotary angles of all tokens of a 2-D layout, in the block order of this layout.
 
         Args:
             layout: token grid and its partition into blocks.
@@ -282,7 +283,7 @@ class GridRotary(LayoutTables):
         return Rotary(cos, sin, interleaved=True)
 
     def of_placement(self, placement: Placement, device: torch.device) -> Rotary:
-        """Compute the rotary angles of all tokens of a 2-D layout that is used for one call only.
+        """Compute the rotary angles of a 2-D layout that is used for one call only, with tokens in the order of ``placement``.
 
         Args:
             placement: the layout, and the permutation of its tokens into the order in which attention processes them.

@@ -18,8 +18,8 @@ class Projections(NamedTuple):
         split: function from tokens ``[B, N, dim]`` to queries ``[B, N, H, Dk]``, keys ``[B, N, Hkv, Dk]`` and values
             ``[B, N, Hkv, Dv]``.
         merge: function from outputs of the heads, ``[B, N, H * Dv]``, to tokens ``[B, N, dim]``.
-        in_raster: whether ``split`` needs the tokens in raster order, for example because it applies positions. If not, it
-            takes them in any order.
+        in_raster: whether ``split`` needs the tokens in raster order, for example because it adds position embeddings. If
+            not, it takes them in any order.
     """
 
     split: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]

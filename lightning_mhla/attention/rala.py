@@ -27,9 +27,9 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     """Rank-augmented linear attention (RALA, arXiv 2411.07635).
 
     This is linear attention with the feature map ``elu(x) + 1``. Each key is scaled by N times its softmax weight for the mean
-    query, where N is the number of tokens. The normalizer is computed before rotary embedding. It adds 1e-6 to the mean of a
-    query's attention weights, not to their sum. The RAVLT model combines this layer with the options ``lepe: 5``,
-    ``gate: true``, ``gate_activation: identity`` and ``rotary: true``. The constructor takes the arguments of
+    query, where N is the number of tokens. The normalizer is computed from queries and keys before rotary embedding, and adds
+    1e-6 to the mean of a query's attention weights, not to their sum. The RAVLT model combines this layer with the options
+    ``lepe: 5``, ``gate: true``, ``gate_activation: identity`` and ``rotary: true``. The constructor takes the arguments of
     :class:`Attention`.
 
     Raises:

@@ -127,10 +127,11 @@ class Operands(NamedTuple):
 class RecurrentAttention(Attention):
     """Base class of attention layers with a recurrent state, which decays before each token is added to it.
 
-    Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Hidden
-    tokens leave the state unchanged. The output of each head is normalized by an RMSNorm. It is then multiplied by a gate, the
-    SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement :meth:`operands`, and set
-    :attr:`recurrence` or implement :meth:`recur`. The constructor takes the arguments of :class:`Attention`.
+    Bidirectional attention reads the tokens in raster order, in the directions that the option ``direction`` sets. Tokens
+    that the key mask hides leave the state unchanged. The output of each head is normalized by an RMSNorm. It is then
+    multiplied by a gate, the SiLU of a projection of the input, as in RetNet, GLA and Gated DeltaNet. Derived classes implement
+    :meth:`operands`, and set :attr:`recurrence` or implement :meth:`recur`. The constructor takes the arguments of
+    :class:`Attention`.
 
     Raises:
         ValueError: if the layer is bidirectional and ``direction`` is ``"alternate"``. Use :meth:`AttentionConfig.at_layer` to
@@ -313,7 +314,7 @@ class RecurrentAttention(Attention):
 
     @override
     def operator_flops(self, tokens: int) -> float:
-        """Return the number of floating-point operations of the convolution and the recurrence on one sequence.
+        """Return the number of floating-point operations of the short convolution and the recurrence on one sequence.
 
         Args:
             tokens: number of tokens of the sequence.

@@ -32,7 +32,7 @@ class KeyValueState:
         lengths: number of tokens so far in each row.
         keys: keys after rotary embedding, ``[B, capacity, Hkv, Dk]`` for Hkv key heads.
         values: values, ``[B, capacity, Hkv, Dv]``.
-        recorded: whether a backward pass may need the buffers, so that they must not be written to.
+        recorded: whether a backward pass may need ``keys`` and ``values``, so that they must not be written to.
     """
 
     kind: ClassVar[str] = "softmax"
@@ -56,8 +56,8 @@ class KeyValueState:
     def append(self, keys: Tensor, values: Tensor, counts: Sequence[int]) -> KeyValueState:
         """Append new keys and values, and return the new state.
 
-        The keys and values are written into the existing buffers, which the new state shares with this one. Buffers that are
-        too small are first copied into new ones of at least twice the size. The buffers are also copied if they must not be
+        The new keys and values are written into the tensors of this state, which the new state then shares. Tensors that are
+        too small are first copied into new ones of at least twice the size. The tensors are also copied if they must not be
         written to, either because a backward pass may need them, or because they were created in inference mode, which is no
         longer active.
 
@@ -206,7 +206,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
         Args:
             q: queries, ``[B, N, H, Dk]``.
-            k: keys, ``[B, M, Hkv, Dk]``; Hkv divides H.
+            k: keys of M tokens, ``[B, M, Hkv, Dk]``; Hkv divides H.
             v: values, ``[B, M, Hkv, Dv]``.
             **options: keyword arguments of ``scaled_dot_product_attention``, such as ``attn_mask``.
         """
@@ -238,7 +238,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
 
     @property
     def block_tokens(self) -> int:
-        """Number of consecutive tokens that attend to each other in causal attention: a block if block-causal, otherwise 1."""
+        """Number of consecutive tokens that see each other in causal attention: the block size if block-causal, otherwise 1."""
         return int(self.layout.operator_blocks["block_size"]) if self.causal == "block" else 1
 
     def _is_earlier(self, key: Tensor, query: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ class SummaryAttention(Attention):
     the attention. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
-        ValueError: if the layer is causal, and ``key_weighting`` or ``normalize_before_rotary`` is set.
+        ValueError: if the layer is causal, and its configuration sets ``key_weighting`` or ``normalize_before_rotary``.
     """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
@@ -63,7 +63,7 @@ class SummaryAttention(Attention):
     def attend(self, inputs: AttentionInputs) -> Tensor:
         """Compute the attention outputs ``[B, N, H, Dv]`` of all tokens.
 
-        If sequences are distributed over processes, the processes exchange block summaries or tokens.
+        If sequences are distributed over processes, the processes of the group must call this method together.
         """
         if self._normalizes_before_rotary(inputs):
             return self._attend_normalized(inputs)
@@ -122,8 +122,8 @@ class SummaryAttention(Attention):
 
         Args:
             tokens: number of tokens of the sequence.
-            chunk: number of tokens in a causal block; None to leave out attention in blocks, as for bidirectional and
-                block-causal attention.
+            chunk: average number of tokens in a block, for causal attention inside blocks; None if attention inside blocks is
+                not causal, as in bidirectional and block-causal attention.
             mixed: number of weighted summaries that are added up in each head, in total over all blocks of the sequence.
         """
         width = self.key_width if self.features is None else 2 * self.key_width

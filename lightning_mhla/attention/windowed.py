@@ -146,16 +146,21 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
         return inputs  # near tokens are read with fewer key heads than query heads
 
     def _parts(self, inputs: AttentionInputs, lengths: Sequence[int] = ()) -> dict[str, Any]:
-        """Compute the keyword arguments of the windowed attention.
-
-        They are the queries, keys and values (``q``, ``k`` and ``v``), the features of queries and keys for far tokens, which
-        are those outside the softmax window (``q_features`` and ``k_features``), and the logarithms ``[B, N, H]`` of the
-        factors that multiply the attention weights of far tokens (``far``). In causal attention, they also include the queries
-        that read the sinks (``sink_q``), if some tokens are beyond the limit ``context``.
+        """Compute the tensors that the functions for windowed attention take as keyword arguments.
 
         Args:
             inputs: inputs of the attention.
             lengths: number of previous tokens in each row; empty if there are none.
+
+        Returns:
+            Dict with these entries:
+
+            - ``q``, ``k`` and ``v``: queries, keys and values.
+            - ``q_features`` and ``k_features``: features of queries and keys for far tokens, which are the tokens outside the
+              softmax window.
+            - ``far``: logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
+            - ``sink_q``: queries that read the sinks, if they differ from ``q``. This is the case in causal attention with
+              sinks if some tokens are at positions beyond the limit ``context``.
         """
         q, k = inputs.turned
         parts: dict[str, Any] = {"q": q, "k": k, "v": inputs.v}
@@ -200,7 +205,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
-        """Return the attention matrix ``[B, H, N, N]``, which is the output of :meth:`attend` for one-hot values."""
+        """Return the attention matrix ``[B, H, N, N]``, computed with :meth:`attend` from one-hot values."""
         heads = self.heads // inputs.k.shape[2]
         k, v = (x.repeat_interleave(heads, 2) for x in (inputs.k, inputs.v))
         # Not super().weights, which computes the matrix from summaries alone, without the softmax window.

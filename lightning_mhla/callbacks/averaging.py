@@ -30,7 +30,7 @@ class ExponentialMovingAverage(Callback):
             arguments, which is called at each update and returns the number.
 
     Raises:
-        ValueError: if ``decay`` is a number outside this range.
+        ValueError: if ``decay`` is a number below 0 or above 1.
     """
 
     def __init__(self, decay: float | Callable[[], float]) -> None:
@@ -183,7 +183,7 @@ def _copies(pl_module: LightningModule, names: Collection[str] = ()) -> dict[str
 def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
     """Return the names of the weights in a checkpoint whose average differs from the trained weight, except sharded ones.
 
-    These weights have been averaged, even if they are frozen when the run resumes, because a callback unfreezes them later.
+    These weights have been averaged. Some may be frozen when the run resumes, until a callback unfreezes them.
     """
     averages, trained = checkpoint.get("state_dict") or {}, checkpoint.get(LIVE) or {}
     both = {name: (averages[name], trained[name]) for name in trained if name in averages}
@@ -197,8 +197,8 @@ def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
 def _exact(weight: Tensor) -> Tensor:
     """Return a copy of a weight, in float32 if the weight has half precision.
 
-    With a decay of 0.999, an update of the average is smaller than the spacing of bfloat16 numbers, so that an average in
-    bfloat16 would never change.
+    With a decay of 0.999, most updates of the average are smaller than the spacing of bfloat16 numbers, so that an average in
+    bfloat16 would hardly ever change.
     """
     return weight.float() if weight.dtype in (torch.bfloat16, torch.float16) else weight.clone()
 

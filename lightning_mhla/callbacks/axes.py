@@ -62,9 +62,9 @@ class Axis:
         return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[Tick]:
-        """Return round values inside the axis with their labels, in ascending order: about five values, and at least three.
+        """Return about five round values inside the axis with their labels, in ascending order.
 
-        No two labels are equal. An axis of integers has fewer than three ticks if it contains fewer than three integers.
+        No two labels are equal. There are at least three ticks, except on an axis of integers with fewer than three.
         """
         if not self.logarithmic:
             return _best(_round_ticks(self.low, self.high, self.whole))

@@ -1,7 +1,8 @@
 """Best checkpoints of a run: ModelCheckpoint callbacks choose them, and the ``Recovery`` callback writes them.
 
-A best checkpoint is a hard link to a checkpoint that ``Recovery`` has saved. When a run resumes, the saved lists of best
-checkpoints are adapted to the current folders, so that a run can be moved.
+A best checkpoint is a hard link to a checkpoint that ``Recovery`` has saved, or a separate file if it contains only weights or
+is at a URL. When a run resumes, the saved lists of best checkpoints are adapted to the current folders, so that a run can be
+moved.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ class BestCheckpoints:
         return bool(self._requests)
 
     def name_last(self, last: Path) -> None:
-        """Set ``last_model_path`` of all ModelCheckpoints to the path of the checkpoint that is about to be written.
+        """Set ``last_model_path`` of all ModelCheckpoints before the next checkpoint is written.
 
-        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. A ModelCheckpoint with
-        ``save_last`` may use a path for ``last.ckpt`` that differs from ``last``. Its ``last_model_path`` is then set to that
-        path, and :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
+        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. The path is ``last``,
+        unless a ModelCheckpoint with ``save_last`` uses a different path for its ``last.ckpt``. It is then that path, and
+        :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.
@@ -136,7 +137,8 @@ class BestCheckpoints:
 
         Args:
             trainer: trainer of the run.
-            state: path of the latest checkpoint. If None, a separate checkpoint is written to each requested path.
+            state: path of the latest checkpoint; None to write a separate checkpoint to each requested path. Requests for
+                weights only and for URLs always get a separate checkpoint.
         """
         requests, removals = self._requests, list(self._removals)
         self._requests = []
@@ -218,8 +220,8 @@ def relocate(state: dict[str, Any], callback: ModelCheckpoint, gone: Iterable[st
 
     Lightning ignores a saved state whose folder differs from the current one. The folder can differ if it is a relative
     path, if the run was moved, or if the logger has a new version number. Best checkpoints listed in ``gone`` are dropped.
-    Best checkpoints outside the callback's folder are also dropped, because a ModelCheckpoint deletes files that are no longer
-    among its best.
+    Best checkpoints outside the callback's folder are also dropped, because the ModelCheckpoint would delete these files once
+    they are no longer among its best.
 
     Args:
         state: state of the callback from a checkpoint.

@@ -66,7 +66,7 @@ def class_section(folder: Path) -> str:
 def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
     """Return an HTML table of classes with their accuracies, lowest first.
 
-    ``counts`` maps each true label to the number of samples by predicted label.
+    ``names`` lists the class names by label. ``counts`` maps each true label to the number of samples by predicted label.
     """
     rows = []
     for label, row in counts.items():
@@ -113,7 +113,7 @@ def _cell(count: int, total: int) -> str:
 def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
     """Return an HTML table of the pairs of true and predicted classes that are confused most often.
 
-    ``counts`` maps each true label to the number of samples by predicted label.
+    ``names`` lists the class names by label. ``counts`` maps each true label to the number of samples by predicted label.
     """
     pairs = [
         (count, label, predicted)

@@ -151,8 +151,8 @@ def skipped_parts(
     Args:
         trainer: trainer of the run, at its end.
         points: (step, value) pairs of the validation metrics, by name.
-        validated_step: optimizer step of the last validation in this process, which may have logged no metrics; None if there
-            was none.
+        validated_step: optimizer step of the last validation in this process, even if it logged no metrics; None if there was
+            no validation.
     """
     parts = _skipped_validation(trainer, points, validated_step)
     loader = trainer.train_dataloader

@@ -30,9 +30,9 @@ class FiniteWatch(Callback):
     """Callback that checks before each optimizer step that the loss and the norm of all gradients are finite.
 
     If one of them is NaN or infinite, the step is repeated with hooks that inspect the values of every module. Training then
-    stops or skips the step, unless the gradients overflowed only because of the loss scale of 16-mixed precision. The error or
-    warning names the first module with a non-finite output or, in the backward pass, the module where the gradient stops being
-    finite. All processes make the same decision.
+    stops or skips the step. If the gradients overflowed only because of the loss scale of 16-mixed precision, the gradient
+    scaler skips the step instead. The error or warning names the first module with a non-finite output or, in the backward
+    pass, the module where the gradient stops being finite. All processes make the same decision.
 
     Args:
         action: ``stop`` to stop the run, or ``skip`` to skip the optimizer step: the weights, the running statistics of batch
@@ -204,8 +204,8 @@ def _everywhere(where: str | None, processes: int) -> str:
         processes: number of processes.
 
     Returns:
-        The chosen phrase, the same on every process. With several processes, it ends with the rank that reported it. If all
-        results are None, a phrase that says that the problem did not recur when the step was repeated.
+        The chosen phrase, the same on every process. With several processes, it ends with the rank of the process that reported
+        it. If all results are None, the phrase only says that the problem did not recur when the step was repeated.
     """
     answers: list[str | None] = [where]
     if processes > 1:

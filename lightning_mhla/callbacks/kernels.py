@@ -22,7 +22,10 @@ class KernelAgreement(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Stop using each Triton kernel that any process has stopped using, after the first batch of an epoch."""
+        """Stop using each Triton kernel that any process has stopped using.
+
+        The method does this only after the first batch of an epoch or of a resumed run.
+        """
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             self._agree(trainer)

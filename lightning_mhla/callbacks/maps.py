@@ -22,7 +22,8 @@ def fold_mixing(mixing: Tensor, layout: BlockLayout) -> Tensor:
     """Arrange the mixing coefficients of a 2-D grid of blocks as a picture with one tile for each block.
 
     The tile of block (i, j) is in row i and column j of the picture. It shows row (i, j) of the mixing matrix: the coefficients
-    with which this block combines all blocks, with the coefficient of block (k, l) in row k and column l.
+    with which this block combines the summaries of all blocks. In the tile, the coefficient of block (k, l) is in row k and
+    column l.
 
     Args:
         mixing: coefficients of the M blocks of the grid, ``[M, M]``. The block of prefix tokens, such as class tokens,

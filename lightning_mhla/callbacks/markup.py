@@ -203,7 +203,10 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Average neighboring points of a curve of more than 300 points, so that 151 to 301 remain. The last stays unchanged."""
+    """Reduce a curve of more than 300 points to 151 to 301 points by averaging neighbors.
+
+    The last point of the curve does not change.
+    """
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:
         return list(points)

@@ -36,7 +36,7 @@ def next_steps(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> li
         folder: folder of the run.
         checkpoints: folder of the run's checkpoints.
         record: content of the run's ``run.json``. Its entry ``usage``, if any, maps purposes to commands for this kind of
-            model, in the form of :data:`USAGE`.
+            model, in which ``{run}`` and ``{folder}`` are replaced as in :data:`USAGE`.
 
     Returns:
         Commands, the most useful first. The list is empty if no command can use or resume the run, because the run has no

@@ -19,11 +19,11 @@ NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shard
 
 
 def original_scores(folder: Path) -> dict[str, float]:
-    """Return the validation metrics of the model whose attention a run replaced, as recorded by the run that trained it.
+    """Return the validation metrics of the model whose attention a run replaced, as recorded when it was trained.
 
     If the run started from a checkpoint whose name contains a step, the metrics are those of this step. If it started from
-    ``last.ckpt`` or from the folder of a run, they are the latest ones. Metrics are returned only if both runs validate on the
-    same data, because they can be compared only then.
+    ``last.ckpt`` or from the folder of a run, they are the latest ones. Metrics on different validation data cannot be compared
+    with those of the run, and are not returned.
 
     Args:
         folder: folder of the run that replaced the attention, with ``config.yaml``.
@@ -91,15 +91,15 @@ def _options(folder: Path) -> Mapping[str, Any]:
 
 
 def _run_of(path: Path) -> Path | None:
-    """Return the run folder that a path names or lies in, at most two levels deep; None if there is none."""
+    """Return ``path`` or the run folder at most two levels above it; None if none of these is the folder of a run."""
     return next((place for place in (path, *list(path.parents)[:2]) if (place / RECORD).is_file()), None)
 
 
 def _validated(data: Any) -> Any:
-    """Return the class path of a configured data module, and the options that determine its validation samples.
+    """Return the class path in the configuration of a data module, and the options that determine its validation samples.
 
-    Two data modules validate on the same samples if their results are equal. A value that is not a mapping is returned
-    unchanged.
+    Two data modules validate on the same samples if the results for them are equal. A configuration that is not a mapping is
+    returned unchanged.
     """
     if not isinstance(data, Mapping):
         return data

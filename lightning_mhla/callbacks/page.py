@@ -49,7 +49,8 @@ def write_page(
         folder: folder of the run, to which the page is written.
         checkpoints: folder of the run's checkpoints.
         record: metrics, duration, library versions and other facts about the run, as stored in ``run.json``.
-        training: (step, value) pairs of metrics that are not in the record, such as ``train/loss``, by name.
+        training: (step, value) pairs of metrics that are not in the record, such as ``train/loss``, by name; None if there are
+            no such metrics.
     """
     title = "/".join(folder.parts[-2:])
     finite = finite_points({**(training or {}), **record["metrics"]})
@@ -73,7 +74,10 @@ def write_page(
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    """Return an HTML list of facts about a run: its data, model, attention, options, time and hardware."""
+    """Return an HTML list of the data, model, attention, options, time and hardware of a run.
+
+    ``record`` is the content of ``run.json``.
+    """
     seconds, steps = record["seconds"], record["steps"]
     trained, parameters = record["trained_parameters"], record["parameters"]
     size = plural(parameters, "parameter") + ("" if trained == parameters else f", {trained:,} of them trained")
@@ -123,8 +127,8 @@ def _training(record: Mapping[str, Any]) -> str:
 def _main_metric(record: Mapping[str, Any]) -> str | None:
     """Return the name of the metric to show first, or None if there are no metrics.
 
-    This is the metric that selects checkpoints. If there is none, it is the first recorded one of the preferred metrics in
-    ``MAIN``, such as the accuracy, or else the first of all metrics.
+    ``record`` is the content of ``run.json``. The result is the metric that selects checkpoints. If no metric does, it is the
+    first recorded one of the preferred metrics in ``MAIN``, such as the accuracy, or else the first of all metrics.
     """
     metrics = record["metrics"]
     if record["best"]:
@@ -136,7 +140,8 @@ def _main_metric(record: Mapping[str, Any]) -> str | None:
 def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Sequence[tuple[int, float]]]) -> str:
     """Return HTML with the last value, the best value and the curve of the main metric.
 
-    If ``main`` is None, because the run has no validation metrics, the training loss is shown instead.
+    If ``main`` is None, because the run has no validation metrics, the training loss is shown instead. ``record`` is the
+    content of ``run.json``, and ``points`` contains the (step, value) pairs of each metric.
     """
     if main is None:
         losses = points.get(LOSS)
@@ -181,7 +186,10 @@ def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
 
 
 def _weights(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
-    """Return HTML that says which weights the commands for a finished run read, and where its best weights are."""
+    """Return HTML that says which weights the suggested commands read, and where the best weights are.
+
+    ``record`` is the content of ``run.json``. The result is empty for an unfinished run.
+    """
     if not record["finished"]:
         return ""
     text, best = f"These commands read the weights of the last step, {record['steps']:,}.", record["best"]
@@ -212,7 +220,8 @@ def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, 
     """Return an HTML section with plots of all metrics that change during the run.
 
     Metrics whose names differ only in their prefix share a plot. A plot of the main metric alone is left out, because it is at
-    the top of the page.
+    the top of the page. ``record`` is the content of ``run.json``, and ``points`` contains the (step, value) pairs of each
+    metric.
     """
     plots = []
     for title, names in panels_of(points).items():

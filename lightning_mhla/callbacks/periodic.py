@@ -60,7 +60,7 @@ class PeriodicEvaluation(Callback):
             self._once(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the final weights if ``at_end`` is true, or if their step is a multiple of ``every_n_steps``."""
+        """Evaluate the final weights if ``at_end`` is true, or if the last step is a multiple of ``every_n_steps``."""
         if self.at_end or self._is_due(trainer):
             self._once(trainer, pl_module)
 

@@ -71,11 +71,11 @@ class AttentionPictures(Callback):
     The callback uses one sample of the first validation batch, with the same model weights as validation. Pictures are drawn
     every ``every_n_epochs`` epochs and after the last step. They are written to ``pictures/`` in the log folder and to
     TensorBoard. Whenever pictures are drawn during a validation, ``attention/rank_layer<i>`` and ``attention/entropy_layer<i>``
-    are also logged to every logger, where ``i`` is the number in the module name of the layer.
+    are also logged to every logger, where ``i`` is the key of the layer in :func:`numbered_layers`.
 
     Args:
         every_n_epochs: number ``n`` of epochs between pictures. They are drawn at the first validation in every n-th epoch
-            or, if that epoch has no validation, at the next one.
+            or, if that epoch has no validation, at the next validation.
         sample: index of the sample in the first validation batch.
         max_tokens: maximum number of tokens of a layer. Layers with more tokens are skipped, because an attention matrix has an
             entry for each pair of tokens.
@@ -228,7 +228,7 @@ class AttentionPictures(Callback):
         self._draw(trainer, batch)
 
     def skipped_parts(self, trainer: Trainer) -> list[str]:
-        """Return one sentence for each reason why the run has no pictures at all, or no pictures of certain layers."""
+        """Return a list with one sentence on why pictures of some or all layers are missing; empty if none are missing."""
         layers = numbered_layers(trainer.lightning_module)
         large = {number: layer.layout.num_tokens for number, layer in layers.items()}
         large = {number: tokens for number, tokens in large.items() if tokens > self.max_tokens}

@@ -39,16 +39,16 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
             points.append((step, value))
 
     def note_training(self, trainer: Trainer) -> None:
-        """Record the latest values of the metrics that training has logged, whatever their names.
+        """Record the latest values of the metrics that training has logged and validation has not.
 
-        Metrics that validation also logs are left out, so that they have values from validation only.
+        Names of metrics need not begin with ``train/``. Metrics that validation also logs have values from validation only.
         """
         for name, value in _latest(trainer, "train/").items():
             if name not in self.validation:
                 self.note(name, trainer.global_step, value)
 
     def note_validation(self, trainer: Trainer) -> None:
-        """Record the values of the metrics that a validation has logged, whatever their names.
+        """Record the values of the metrics that a validation has logged, even if their names do not begin with ``val/``.
 
         Call this method at the end of the validation. Values that training logged under the same names are discarded.
         """
@@ -68,15 +68,15 @@ class MetricPoints(dict[str, list[tuple[int, float]]]):
         self.validation.clear()
 
     def restore(self, saved: Mapping[str, Sequence[Sequence[Any]]]) -> None:
-        """Replace recorded metrics with the (step, value) pairs from a checkpoint.
+        """Replace the recorded values of the metrics in ``saved`` with the (step, value) pairs from a checkpoint.
 
-        Metrics that are not in ``saved`` are kept.
+        Metrics that are not in ``saved`` keep their values.
         """
         self.update({name: [(point[0], point[1]) for point in points] for name, points in saved.items()})
 
 
 def _latest(trainer: Trainer, prefix: str) -> dict[str, float]:
-    """Return the latest values of the metrics that the running loop has logged, and of those whose names begin with a prefix.
+    """Return the latest values of all metrics that Lightning's running loop has logged or whose names begin with ``prefix``.
 
     Metrics that are never plotted, whose names begin with ``attention/`` or ``data/``, are left out.
     """
@@ -96,7 +96,7 @@ MATCHING = "train/layer_distance"
 
 
 def matching_steps(module: Any) -> int:
-    """Return the number of optimizer steps that match new attention layers to the original ones; 0 if there are none."""
+    """Return the number of optimizer steps in which new attention layers learn to match the original ones; 0 if none."""
     return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
 
 
@@ -127,7 +127,7 @@ def separate_stages(
 
 
 def finite_points(points: Mapping[str, Sequence[Sequence[Any]]]) -> dict[str, list[tuple[int, float]]]:
-    """Return the points of each metric whose values can be drawn: finite, and less than 1e300 in absolute value.
+    """Return, for each metric, the points that can be drawn: those with finite values below 1e300 in absolute value.
 
     Args:
         points: (step, value) pairs by the name of the metric; a value may be None.

@@ -58,11 +58,11 @@ class RunStopped(SystemExit):  # a subclass of SystemExit, so that no error is r
 class Recovery(Checkpoint):
     """Callback that writes all checkpoints of a run, including those that ModelCheckpoint callbacks request.
 
-    The callback saves the complete state of the run every few minutes, at the end of training, whenever a ModelCheckpoint
+    The callback saves the complete state of the run at regular intervals, at the end of training, whenever a ModelCheckpoint
     requests a checkpoint, and when a signal asks the run to stop. It saves the state of a step only once: after all callbacks
     have processed the step, and after any validation or end of the epoch that follows the step. The file is
-    ``checkpoints/recovery/step=N.ckpt`` for step N. ``checkpoints/last.ckpt`` and the paths that ModelCheckpoints request are
-    hard links to it. A command with ``--run_dir`` resumes from the latest complete state.
+    ``checkpoints/recovery/step=N.ckpt`` for step N. ``checkpoints/last.ckpt`` and, where possible, the paths that
+    ModelCheckpoints request are hard links to it. A command with ``--run_dir`` resumes from the latest complete state.
 
     A signal only sets a flag. At the end of a step, all processes find out whether any of them received a signal. If so, they
     save the state together, and exit with status 75.
@@ -210,8 +210,8 @@ class Recovery(Checkpoint):
         Returns:
             Dict with these entries:
 
-            - ``started_from``: path of the checkpoint that the run started from, or None.
-            - ``validated_step``: optimizer step of the last validation.
+            - ``started_from``: path of the checkpoint that the run started from; None if it started from scratch.
+            - ``validated_step``: optimizer step of the last validation; -1 if there was none.
             - ``validation_metrics``: names of the metrics that validation has logged.
             - ``stops``: steps at which the run was stopped.
             - ``finished``: whether training is over.

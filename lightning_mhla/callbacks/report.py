@@ -140,9 +140,9 @@ class RunReport(Callback):
             self._write(trainer, pl_module, finished=False)
 
     def _weights(self) -> str | None:
-        """Return the path or name of the pretrained weights that the run started from, or None.
+        """Return the path or name of the pretrained weights that the run started from; None if there are no such weights.
 
-        In a resumed run, it comes from the checkpoint, because the configuration of a resumed run does not name the weights.
+        In a resumed run, the path comes from the checkpoint, because its configuration no longer names the weights.
         """
         if self._restored or self._folder is None:
             return self._pretrained

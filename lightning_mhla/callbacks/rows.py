@@ -33,7 +33,7 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
-    """Log the metrics that :func:`keep_row` stored in a checkpoint to each logger of a resumed run that lacks them.
+    """Log metrics that :func:`keep_row` stored in the checkpoint of a resumed run to each logger that lacks them.
 
     The TensorBoard log also gets an event that makes TensorBoard discard the values that the stopped run logged at this step
     and later.

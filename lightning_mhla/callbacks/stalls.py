@@ -36,7 +36,7 @@ class StallWatch(Callback):
 
     Args:
         seconds: seconds without progress before the first warning. The time before each further warning doubles.
-        interval: polling interval in seconds.
+        interval: polling interval in seconds, at which each process writes its progress and reads that of the others.
 
     Raises:
         ValueError: if ``interval`` is not positive, or is larger than ``seconds``.

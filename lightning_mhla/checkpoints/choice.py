@@ -32,8 +32,8 @@ def choose_checkpoint(run: Path | None, requested: str | None, training: bool) -
     Raises:
         FileNotFoundError: if ``requested`` is ``"best"``, and the run has no best checkpoint.
         ValueError: if ``requested`` is ``"best"``, and ``run`` is None. Also if ``training`` is True, the run already has
-            checkpoints, and ``requested`` is a different checkpoint outside its folder: loading it would discard the progress
-            of the run.
+            checkpoints, and ``requested`` is a checkpoint outside its folder from which the run did not start: loading it would
+            discard the progress of the run.
     """
     checkpoints = find_checkpoints(run) if run is not None else []
     if requested == BEST:

@@ -307,7 +307,7 @@ def consolidate(source: Path, target: Path) -> Path:
         Path of the checkpoint that was read.
 
     Raises:
-        FileNotFoundError: if no checkpoint exists at the path.
+        FileNotFoundError: if no checkpoint exists at ``source``.
         ValueError: if the checkpoint is damaged, or ``target`` exists already.
     """
     if target.exists():

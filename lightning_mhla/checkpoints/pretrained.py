@@ -151,8 +151,8 @@ def adopt(
         Names of the tensors that were loaded, resized, initialized and left out.
 
     Raises:
-        ValueError: if the weights come from a model of a different width or depth, or contain several values for a weight that
-            has only one in this model, such as tied embeddings.
+        ValueError: if the weights come from a model of a different width or depth, or contain different values for tensors that
+            are one shared parameter in this model, such as tied embeddings.
     """
     state, fitted, report = network.state_dict(), {}, Report()
     mixing = {name: module for name, module in network.named_modules() if isinstance(module, MixingCoefficients)}

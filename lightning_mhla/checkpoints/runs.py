@@ -261,7 +261,7 @@ class LogFiles:
                     self._renamed[table] = table.rename(_numbered(table))
 
     def remove(self, configuration: bool) -> None:
-        """Remove the files that the loggers have written, and restore those that were renamed or replaced.
+        """Remove the files that the loggers have written, and restore earlier files that were renamed or replaced.
 
         A log folder that did not exist before the start is also removed if it contains no other files, so that its version
         number can be used again.

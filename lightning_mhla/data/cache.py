@@ -65,9 +65,9 @@ class ShardCache:
         self._used: dict[Path, float] = {}
 
     def add(self, urls: Sequence[str]) -> list[Path]:
-        """Register remote shards for download on first use, and download the small files that accompany them now.
+        """Register remote shards for download on first use.
 
-        Such files are, for example, lists of class names.
+        Small files that accompany the shards, such as lists of class names, are downloaded at once.
 
         Args:
             urls: URLs of the shards.
@@ -145,7 +145,7 @@ class ShardCache:
             path: path of the shard in the cache.
 
         Raises:
-            ShardUnavailableError: if the download fails.
+            ShardUnavailableError: if the download fails, or no space becomes free.
             ValueError: if the cache limit is less than twice the size of the shard.
             ForeignFileError: if the file in the cache belongs to a different user.
         """
@@ -319,7 +319,7 @@ class ShardCache:
 
     @property
     def room(self) -> int:
-        """Space available for shards in bytes: the limit of the cache minus the size of its other files."""
+        """Space available for shards in bytes: the limit of the cache minus the total size of files that are not shards."""
         other_bytes = 0
         for file in _files(self.folder):
             with suppress(FileNotFoundError):

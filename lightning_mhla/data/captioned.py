@@ -71,7 +71,8 @@ class SampleFiles:
 
         Args:
             index: index of the sample.
-            extensions: extensions to look for, without the dot, in order of preference.
+            extensions: extensions to look for, without the dot, in order of preference; ignored for a sample in a folder, which
+                is a single file.
             count: maximum number of bytes to read.
 
         Raises:

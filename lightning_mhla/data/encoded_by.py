@@ -29,8 +29,8 @@ class Encoder(NamedTuple):
     """Record of the model that encoded samples.
 
     Attributes:
-        path: folder of the model or of its pipeline, or name of either on the Hugging Face hub.
-        parts: names of the folders of a pipeline whose models encode samples, such as ``vae``.
+        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
+        parts: names of the subfolders of a pipeline with the models that encode samples, such as ``vae``.
         digest: digest of the model's files, see :func:`model_digest`; None if none is recorded, as for a model on the hub.
     """
 

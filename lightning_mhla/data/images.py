@@ -329,6 +329,8 @@ def shard_classes(shards: Sequence[Path]) -> list[str] | None:
 class FolderImages:
     """Data set of unlabeled images: all visible files in a folder and its subfolders, sorted by path.
 
+    A file that cannot be decoded as an image is not left out. Its sample is a black image, marked as broken.
+
     Args:
         folder: folder to search.
         transform: function from a Pillow image to a tensor.

@@ -15,8 +15,8 @@ class LabelledShards:
     """Mixin for data modules that read labeled tar shards, or folders with one subfolder per class.
 
     Labels are matched by class name. The class names of the training data define the labels, so a class has the same label in a
-    validation set that lacks some of the classes. If a trained model stores class names, they take precedence over those of the
-    training data.
+    validation set that lacks some of the classes. If the trainer's model stores class names, such as those in its checkpoint,
+    they take precedence over those of the training data.
     """
 
     shards: ShardSets
@@ -48,8 +48,8 @@ class LabelledShards:
     def class_names(self) -> list[str] | None:
         """Class names in the order of their labels.
 
-        The names come from the trained model if it stores any, otherwise from the training data. The value is None if the
-        training data is missing or does not name its classes.
+        The names come from the trainer's model if it stores any, as after loading a checkpoint, otherwise from the training
+        data. The value is None if the training data is missing or does not name its classes.
         """
         trained: Sequence[str] | None = getattr(getattr(self.trainer, "lightning_module", None), "label_names", None)
         if trained is not None:
@@ -80,8 +80,8 @@ class LabelledShards:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
 
         Returns:
-            Class names of the trained model if it stores any, otherwise those of the training data; None if the training data
-            is missing or does not name its classes.
+            Class names of the trainer's model if it stores any, as after loading a checkpoint, otherwise those of the training
+            data; None if the training data is missing or does not name its classes.
 
         Raises:
             ValueError: if the class names are not known, and the stage has a number of class subfolders that differs from
@@ -99,7 +99,7 @@ class LabelledShards:
 
     @classmethod
     def count_classes(cls, options: Mapping[str, Any]) -> list[str] | None:
-        """Read the class names of the training data from the arguments of a data module, without creating the data module.
+        """Read the class names of the training data that the arguments of a data module name, without creating the data module.
 
         Args:
             options: arguments of the data module by name. The entry ``train`` is the location of the training data.

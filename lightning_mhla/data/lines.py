@@ -89,7 +89,7 @@ class NotTextError(ValueError):
 
     Attributes:
         kind: ``"binary"`` if the file has a zero byte or begins like a binary format; ``"not UTF-8"`` if its bytes cannot be
-            decoded.
+            decoded, even if the file is in UTF-16 or UTF-32.
     """
 
     def __init__(self, message: str, kind: str = "binary") -> None:
@@ -104,7 +104,7 @@ def file_name(source: Source) -> str:
 
 
 def plain_suffix(source: Source) -> str:
-    """Return the suffix of a file in lower case, without a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix of a file name in lower case, ignoring a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(file_name(source).lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
@@ -205,8 +205,8 @@ def iterate_lines(source: Source, longest: int | None = None) -> Iterator[str]:
 
     Args:
         source: path or URL.
-        longest: maximum number of characters in a line; None for 2**25. The file is read in pieces of 2**20 bytes, so a limit
-            below 2**20 does not apply to every line.
+        longest: maximum number of characters in a line; None for 2**25. The file is read in pieces of 2**20 bytes, and only
+            lines that continue from one piece to the next are checked.
 
     Yields:
         Line without its final ``\n``. A ``\r`` before the ``\n`` is kept.
@@ -247,7 +247,8 @@ def read_lines(source: Source, longest: int | None = None) -> Iterator[tuple[int
 
     Args:
         source: path or URL.
-        longest: maximum number of characters in a line; None for 2**25.
+        longest: maximum number of characters in a line; None for 2**25. The file is read in pieces of 2**20 bytes, and only
+            lines that continue from one piece to the next are checked.
 
     Yields:
         Line number, counted from 1 with blank lines included, and the line without its line ending.

@@ -102,7 +102,7 @@ def _collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class _Batches(Sampler[list[Ticket]]):
-    """Batch sampler that yields the batches of its iterator ``pending``, which the loader sets before each pass."""
+    """Batch sampler that yields the batches of its iterator ``pending``, which :class:`ResumableLoader` sets for each epoch."""
 
     def __init__(self) -> None:
         self.pending: Iterator[list[Ticket]] = iter(())
@@ -217,7 +217,7 @@ class ResumableLoader:
         world: number of processes.
         window: number of shards whose samples are shuffled together; None to shuffle the samples of all shards together.
         max_skipped: maximum number of different broken samples that this process skips, with a warning for each.
-        progress: function that returns the position of the training run in its data. It is called before each pass.
+        progress: function that returns the position of the training run in its data. It is called before each epoch.
         num_workers: number of worker processes.
         ahead: function that takes the shard number of each sample in reading order, and returns a context manager that
             downloads shards ahead; None if shards are not downloaded ahead.
@@ -355,7 +355,7 @@ class ResumableLoader:
 
     @property
     def _iterator(self) -> Any:
-        """Iterator of PyTorch's DataLoader, which owns the worker processes. Lightning uses it to shut them down."""
+        """Iterator of PyTorch's DataLoader, with which Lightning shuts down worker processes; None if none are running."""
         return self._loader._iterator
 
     @_iterator.setter
@@ -376,9 +376,9 @@ class ResumableLoader:
         return {"samples": len(self.source), "repeats": self.repeats, **options, "groups": groups, "shards": shards}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Check that a checkpoint was saved with the same sample order.
+        """Check that a checkpoint was saved with the sample order of this loader.
 
-        The check is skipped if training resumes at its first batch, because no sample has been used yet.
+        The check is skipped if the run has not trained on any batch yet.
 
         Args:
             state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.
@@ -391,7 +391,7 @@ class ResumableLoader:
             self.check_order(state)
 
     def check_order(self, state: dict[str, Any]) -> None:
-        """Check that a checkpoint was saved with the same sample order.
+        """Check that a checkpoint was saved with the sample order of this loader.
 
         Args:
             state: state of the loader in the checkpoint, as returned by :meth:`state_dict`.
@@ -403,7 +403,7 @@ class ResumableLoader:
 
 
 def check_same_order(saved_options: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """Check that the options that determine the order of samples are those with which a checkpoint was saved.
+    """Check that the options that determine the order of samples equal those in a checkpoint.
 
     Args:
         saved_options: options in the checkpoint, by name. If an old checkpoint lacks ``groups`` or ``repeats``, their

@@ -96,10 +96,10 @@ class ShardSets:
         return ShardReader(self.find(stage), self.cache, self.streamed)
 
     def compare_encoders(self, stage: str) -> None:
-        """Log a warning if the latents of this stage and of the stages checked before were not all encoded by one model.
+        """Log a warning if different models encoded the latents of this stage and of the stages checked earlier.
 
-        Latents from two models have different meanings. The manifests (JSON files beside the shards) contain digests of the
-        models' files, which are compared.
+        Latents from two models have different meanings. The models are compared by the digests of their files, which the
+        manifests (JSON files beside the shards) contain.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
@@ -273,15 +273,15 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
         return loader
 
     def val_dataloader(self) -> ResumableLoader:
-        """Create the loader of validation batches, which together contain every sample exactly once."""
+        """Create the loader of validation batches, which contain every sample once, apart from repeats that fill up a batch."""
         return self._loader("validate")
 
     def test_dataloader(self) -> ResumableLoader:
-        """Create the loader of test batches, which together contain every sample exactly once."""
+        """Create the loader of test batches, which contain every sample once, apart from repeats that fill up a batch."""
         return self._loader("test")
 
     def predict_dataloader(self) -> ResumableLoader:
-        """Create the loader of prediction batches, which together contain every sample exactly once."""
+        """Create the loader of prediction batches, which contain every sample once, apart from repeats that fill up a batch."""
         return self._loader("predict")
 
     def _progress(self) -> Progress:
@@ -312,7 +312,7 @@ class ResumableDataModule(LoggedApart, LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Check that a checkpoint was saved with the same order of training samples.
 
-        The check is made at once if the training loader exists, and otherwise when it is created. A checkpoint from before the
+        The check is made at once if the training loader exists, and otherwise when it is created. A checkpoint saved before the
         first batch is not checked, because Lightning's BatchSizeFinder restores such a checkpoint with a different batch size.
 
         Args:

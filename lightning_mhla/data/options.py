@@ -14,7 +14,7 @@ class ShardOptions:
             sample is an error.
         shuffle_window: number of shards whose samples are shuffled together; null shuffles all samples together.
         cache_dir: folder for downloaded shards. If the folder of the shards is read-only, lists of the files in the shards are
-            also saved here. null for the user's cache folder.
+            also saved here. null uses the user's cache folder.
         cache_bytes: maximum size in bytes of the downloaded shards in cache_dir. Shards are downloaded shortly before they are
             read, and removed after use. null downloads all shards before training and keeps them.
 

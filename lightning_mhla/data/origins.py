@@ -1,4 +1,4 @@
-"""Records of the files that shards were made from, which show whether an interrupted command can be resumed.
+"""Records of what shards were made from, used to decide whether an interrupted command can be resumed.
 
 For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains the options of the command, then a line for each
 sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
@@ -67,7 +67,7 @@ def model_digest(path: str, parts: Sequence[str]) -> str | None:
             the folder itself are used.
 
     Returns:
-        Digest of the names and the contents of the files that encode samples; None if the path is not a folder.
+        Digest of the names and contents of the model's files; None if the path is not a folder.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -138,7 +138,7 @@ class ShardSet:
             origins: source files and other inputs of the new shards.
 
         Raises:
-            ValueError: if a file of an origin has the name of a shard of this set and is in its folder.
+            ValueError: if a file of an origin is in the folder of this set and has the name of one of its shards.
         """
         for path in (path for origin in origins for path in origin.files if self._is_name(path.name)):
             if path.parent.resolve() == self.folder.resolve():
@@ -152,7 +152,7 @@ class ShardSet:
         return re.fullmatch(re.escape(self.prefix) + r"-\d+\.tar", name) is not None
 
     def delete(self) -> None:
-        """Delete all shards with this prefix, the saved lists of the files in them, and the record of what they were made from.
+        """Delete all shards of this set, the saved lists of the files in them, and the record of what they were made from.
 
         Raises:
             ValueError: if shards exist without such a record, because the user may have made them with a different program.
@@ -172,7 +172,7 @@ class ShardSet:
 def resume_order(
     shards: ShardSet, options: Mapping[str, Any], origins: Sequence[Origin], per_shard: int | None
 ) -> list[int | None]:
-    """Record in a file what new shards are made from, or check that an interrupted command may write the missing shards.
+    """Record what new shards are made from or, if some shards exist already, check that the missing ones may be written.
 
     Complete shards are not written again, so the origins of their samples (the files and other inputs that they are made from)
     must not have changed. The origins of all other samples may have been repaired or removed.
@@ -185,7 +185,7 @@ def resume_order(
             origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        List with one entry per sample, in the order of the record file: the index of the sample's origin in ``origins``, or
+        List with one entry per sample, in the order of the record: the index of the sample's origin in ``origins``, or
         None if the origin no longer exists.
 
     Raises:
@@ -357,7 +357,13 @@ def _digest(path: Path) -> str:
 
 
 def _write(shards: ShardSet, options: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> None:
-    """Write the options and origins of shards to the file that is read on resume, and the options to a readable JSON file."""
+    """Write the record that is read on resume, and a manifest, which is a readable JSON file of the options.
+
+    Args:
+        shards: paths of the shards and of both files.
+        options: options of the command that writes the shards.
+        lines: one JSON object for each origin, with ``name``, ``note`` and ``files``.
+    """
     shards.folder.mkdir(parents=True, exist_ok=True)
     write_json(shards.manifest, {**options, "samples": len(lines)})
     with written_whole(shards.origins) as aside, gzip.open(aside, "wt", encoding="ascii") as stream:

@@ -108,14 +108,14 @@ def training_batches(
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
-    """Repeat each sample in consecutive positions, for repeated augmentation, without making the epoch longer.
+    """Repeat samples in consecutive positions, for repeated augmentation, without making the order of samples longer.
 
-    This is the method of "Augment your batch" (arXiv 1901.09335). The order keeps its length n, so it contains only the first
-    ``n / repeats`` samples, as in the code of DeiT.
+    This is the method of "Augment your batch" (arXiv 1901.09335). The order keeps its length n, so only its first
+    ``n / repeats`` samples remain, as in the code of DeiT.
 
     Args:
         order: indices of samples in reading order, ``[n]`` int64.
-        repeats: number of times that each of these samples occurs.
+        repeats: number of times that each remaining sample occurs.
 
     Returns:
         Indices of samples in the new order, and the number of earlier occurrences of each sample, both ``[n]`` int64.
@@ -125,10 +125,10 @@ def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def evaluation_batches(samples: int, batch: int, rank: int, world: int) -> Iterator[list[Ticket]]:
-    """Yield this process's part of each evaluation batch, so that all processes together read every sample once.
+    """Yield this process's part of each evaluation batch; together, the processes read all samples.
 
-    All processes get the same number of batches, and the same number of samples in each. If there are too few samples for this,
-    the last sample is read again to fill the batch, and its ticket has ``valid=False``.
+    All processes get the same number of batches, and the same number of samples in each. If the samples of the last batch
+    cannot be divided equally, the last sample is read again, and the additional tickets have ``valid=False``.
 
     Args:
         samples: number of samples in the data set.
@@ -167,7 +167,7 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
     Args:
         seed: seed of the training run.
-        step: number of training batches before this one.
+        step: number of training batches before this step.
         rank: rank of this process. Each rank gets different random numbers.
     """
     word = _seed_all([seed, _STEP, step, rank])

@@ -239,7 +239,7 @@ class ShardReader:
         return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(index)}"
 
     def name(self, index: int) -> str:
-        """Return the name of a sample, which consists of the file name of its shard and the sample's key."""
+        """Return the name of a sample: the file name of its shard, and its key (its own file names up to the first dot)."""
         shard, _ = self._find(index)
         return f"{Path(self.shards[shard]).name}: {self._sample(index)}"
 

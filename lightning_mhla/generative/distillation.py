@@ -30,6 +30,9 @@ class DistillationConfig:
         velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
             layer_steps steps.
         flow_weight: weight of the flow-matching loss on the data, after the first layer_steps steps.
+
+    Raises:
+        ValueError: if a number is negative, or ``layer_steps`` is positive without a teacher.
     """
 
     teacher: str | None = None
@@ -45,6 +48,8 @@ class DistillationConfig:
 
     def weighted(self, plain: Tensor, distance: Tensor) -> Tensor:
         """Return the weighted sum of the flow-matching loss and the distance from the teacher's velocity.
+
+        The weights are ``flow_weight`` and ``velocity_weight``.
 
         Args:
             plain: flow-matching loss on the data, a scalar.

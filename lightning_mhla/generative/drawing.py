@@ -110,8 +110,8 @@ class SampleGrid(PeriodicEvaluation):
 
     Args:
         samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
-        sampling: sampler options, as an instance of the model's dataclass or as a mapping of those that differ from the
-            model's default options; null for the default options.
+        sampling: sampler options, as an instance of the model's dataclass, or as a mapping with the options that differ from
+            the model's defaults; null for the defaults.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.
@@ -148,7 +148,7 @@ class SampleGrid(PeriodicEvaluation):
         return f"{type(self).__qualname__}{{{self.name}}}"
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Check before training that the module can generate images with its VAE and the sampler options.
+        """Check before training that the module can generate images with the sampler options and with its VAE, if it has one.
 
         Raises:
             ValueError: if the module does not generate images, or the sampler options are not valid for it.
@@ -217,7 +217,7 @@ class SampleGrid(PeriodicEvaluation):
         log_figure(trainer, figure, self.name, folder / "pictures", caption)
 
     def _sampling(self, module: ImageGenerator) -> Any:
-        """Return the sampler options of this callback as the model's dataclass. Missing options have the model's defaults."""
+        """Return the sampler options as an instance of the model's dataclass. Missing options have the model's defaults."""
         if isinstance(self.sampling, Mapping):
             return as_dataclass(type(module.sampling), {**vars(module.sampling), **self.sampling})
         return module.sampling if self.sampling is None else as_dataclass(type(module.sampling), self.sampling)

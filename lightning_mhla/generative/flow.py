@@ -27,6 +27,9 @@ class FlowConfig:
             videos.
         caption_dropout: share of training samples whose caption is replaced by an empty one, as classifier-free
             guidance requires.
+
+    Raises:
+        ValueError: if ``times`` is unknown, ``shift`` is not positive, or ``caption_dropout`` is not from 0 to below 1.
     """
 
     times: FlowTimes = "logit_normal"

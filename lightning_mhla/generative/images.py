@@ -55,6 +55,9 @@ class SampleWriter(Callback):
 
     Args:
         output: output format, ``"png"`` or ``"npz"``.
+
+    Raises:
+        ValueError: if ``output`` is neither of them.
     """
 
     def __init__(self, output: OutputFormat) -> None:
@@ -86,8 +89,8 @@ class SampleWriter(Callback):
         Args:
             trainer: trainer that runs the prediction.
             pl_module: module that generated the images.
-            outputs: ``pixels``, the b images of the batch, ``[b, C, H, W]`` uint8 with 1 or 3 channels; ``index``, the number
-                of each image, ``[b]``; and ``label``, the class of each image, ``[b]``.
+            outputs: dict with three entries: ``pixels``, the b images of the batch, ``[b, C, H, W]`` uint8 with 1 or 3
+                channels; ``index``, the index of each image, ``[b]`` int64; and ``label``, its class, ``[b]`` int64.
         """
         pixels = outputs["pixels"].permute(0, 2, 3, 1).cpu().numpy()
         indices, labels = outputs["index"].tolist(), outputs["label"].tolist()

@@ -24,7 +24,8 @@ def read_safely(path: str | Path) -> Iterator[None]:
         path: path of the file, for the error message.
 
     Raises:
-        ValueError: if reading fails. A FileNotFoundError is raised unchanged.
+        ValueError: if reading fails.
+        FileNotFoundError: if the file does not exist.
     """
     try:
         yield
@@ -73,13 +74,13 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
     """Read the weights of a diffusers model, or of the transformer in a diffusers pipeline, as a dict from name to tensor.
 
     Args:
-        path: path of a folder, or name on the Hugging Face hub.
+        path: folder of a model, folder of a pipeline, or name of a pipeline on the Hugging Face hub.
         kind: diffusers class of the model.
         what: description of the model, for error messages.
         option: text that precedes the path in error messages, such as the name of the option that contains the path.
 
     Raises:
-        FileNotFoundError: if there is no such model at the path or on the hub.
+        FileNotFoundError: if there is no model of this class at the path or on the hub.
     """
     config = Path(path) / "config.json"
     # A pipeline has the transformer in a subfolder.

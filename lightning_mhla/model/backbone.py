@@ -43,13 +43,14 @@ class Backbone(LayoutTables):
         checkpointing: whether to recompute each transformer block in the backward pass instead of keeping its activations.
         block: class of the transformer blocks.
         mlp_ratio: inner width of the MLPs divided by ``dim``.
-        mlp: kind of the MLPs, see :class:`Block`.
+        mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         mlp_norm_eps: epsilon of the norms before the MLPs.
-        condition_dim: width of the conditioning vector, see :class:`Block`; None for no conditioning.
-        context_dim: width of the tokens of cross-attention; None for no cross-attention.
-        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own block and of
-            earlier blocks; False if each token attends to all tokens.
+        condition_dim: width of a conditioning vector that shifts, scales and gates attention and MLP (adaLN-Zero, DiT,
+            arXiv 2212.09748); None for no conditioning.
+        context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
+        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own attention
+            block and of earlier ones; False if each token attends to all tokens.
         bias: whether the linear layers of attention and MLPs have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -226,7 +227,7 @@ class Backbone(LayoutTables):
             tokens: number of tokens in a complete sequence.
 
         Raises:
-            ValueError: if the sequence has fewer blocks than the group has processes.
+            ValueError: if the sequence has fewer blocks of tokens than the group has processes.
         """
         # Processes exchange summaries of complete blocks, so the sequence is cut between blocks.
         in_blocks = any(block.attn.uses_blocks for block in self.layers)
@@ -252,7 +253,7 @@ class Backbone(LayoutTables):
         """Extend a causal backbone to longer sequences. Outputs for shorter sequences stay the same.
 
         Args:
-            tokens: number of tokens in the longest sequence. A number below the present limit has no effect.
+            tokens: number of tokens in the longest sequence to support. A number below the present limit has no effect.
         """
         if tokens <= self.layout.num_tokens:
             return

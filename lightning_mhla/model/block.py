@@ -62,12 +62,12 @@ class Block(nn.Module):
         mlp: ``"gelu"``, ``"gelu_tanh"`` (its tanh approximation) or ``"swiglu"``.
         norm: ``"layernorm"`` or ``"rmsnorm"``.
         mlp_norm_eps: epsilon of the norm before the MLP.
-        drop_path: probability that a sample skips a branch while training (stochastic depth).
+        drop_path: probability that a sample skips a residual branch while training (stochastic depth).
         condition_dim: width of a conditioning vector that shifts, scales and gates attention and MLP (adaLN-Zero, DiT,
             arXiv 2212.09748); None for no conditioning. The gates start at zero.
         context_dim: width of the tokens that cross-attention attends to; None for no cross-attention.
-        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own block and of
-            earlier blocks; False if each token attends to all tokens.
+        causal: True if the self-attention is causal; ``"block"`` if each token attends to all tokens of its own attention
+            block and of earlier ones; False if each token attends to all tokens.
         bias: whether the linear layers of attention and MLP have a bias.
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
@@ -161,8 +161,8 @@ class Block(nn.Module):
             Output tokens, ``[B, N, dim]``, in the order of ``x``.
 
         Raises:
-            ValueError: if ``condition`` or ``context`` is missing although the block requires it, or is passed to a block without
-            ``condition_dim`` or ``context_dim``.
+            ValueError: if ``condition`` is missing in a block with ``condition_dim``, or is passed to a block without it. The
+                same holds for ``context`` and ``context_dim``.
         """
         for name, value, part in (("condition", condition, self.modulation), ("context", context, self.cross)):
             if (value is None) != (part is None):

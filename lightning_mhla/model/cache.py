@@ -45,7 +45,7 @@ class GenerationCache:
         return () if self.layers[0] is None else self.layers[0].lengths
 
     def select(self, rows: Tensor | Sequence[int]) -> None:
-        """Keep only some rows of the batch, in place, for example the surviving beams of a beam search.
+        """Select rows of the batch, in place, for example the surviving beams of a beam search.
 
         Args:
             rows: indices of rows; an index may occur several times.

@@ -194,12 +194,12 @@ def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence
 
 
 def rows_of(initial: Tensor, bounds: Sequence[int], sequence: int) -> Tensor:
-    """Return the state of one packed sequence, or the states of all rows if ``bounds`` has only one sequence.
+    """Return the state of one packed sequence, or the states of all rows if ``bounds`` describes only one sequence.
 
     Args:
         initial: states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences.
         bounds: index of the first chunk of each sequence, followed by the number of chunks.
-        sequence: index of the packed sequence; ignored if there is only one.
+        sequence: index of the packed sequence; ignored if ``bounds`` describes only one.
 
     Returns:
         State of the packed sequence, ``[1, H, K, V]``, or all of ``initial``.

@@ -39,7 +39,7 @@ def gated_delta_rule(
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
-        k: keys of length 1, ``[B, N, H, Dk]``. The caller normalizes them; with longer keys the state may grow without bound.
+        k: keys of L2 norm 1, ``[B, N, H, Dk]``. The caller normalizes them. With larger norms, the state may grow unbounded.
         v: values, ``[B, N, H, Dv]``.
         beta: fraction of the old value that is replaced, ``[B, N, H]``, from 0 to 2.
         log_decay: logarithm of the decay at each token, ``[B, N, H]``, at most 0.

@@ -45,6 +45,8 @@ class LoraOptions:
 def choose_trained(model: nn.Module, part: TrainedPart, lora: LoraOptions) -> None:
     """Freeze all parameters of a model with replaced attention except those to be trained.
 
+    Mixing coefficients stay frozen if the configuration of the new attention has ``mixing_trainable=False``.
+
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced; changed in place.
         part: parameters to train. ``"all"`` freezes nothing. ``"attention"`` trains the replaced attention layers,

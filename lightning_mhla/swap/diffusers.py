@@ -64,11 +64,12 @@ class SwappedAttention(GridProcessor):
     ) -> Tensor:
         """Compute self-attention with the arguments that diffusers passes to an attention processor.
 
-        The arguments and the returned tensor are the same as for :meth:`forward`. diffusers passes only arguments that this
-        signature names.
+        The arguments and the returned tensor are the same as for :meth:`forward`. In addition, ``image_rotary_emb`` must be
+        None. diffusers passes only arguments that this signature names.
 
         Raises:
-            ValueError: if an argument other than ``attn``, ``hidden_states`` and ``rotary_emb`` is not None.
+            ValueError: if an argument other than ``attn``, ``hidden_states`` and ``rotary_emb`` is not None, or if the number
+                of tokens does not match the model's current input.
         """
         if image_rotary_emb is not None:
             raise ValueError(

@@ -75,7 +75,7 @@ class TextMemory:
             attention: cross-attention of the layer.
             context: encoded text, ``[B, Nk, C']`` for B rows of Nk tokens of width C'.
             real: ``[B, Nk]`` bool, False for padding, which is at the end of each row; None if no token is padding.
-            projections: projections of the layer.
+            projections: functions that compute queries, keys, values and outputs with the layer's original weights.
         """
         same = (layers for text, mask, layers in self.texts if _equal(text, context) and _equal(mask, real))
         if (summaries := next(same, None)) is None:

@@ -92,7 +92,7 @@ def merge_heads(attn: Any, x: Tensor) -> Tensor:
         x: outputs of H heads of width D, ``[B, N, H * D]`` for B rows of N tokens.
 
     Returns:
-        Output tokens, ``[B, N, C]``. In float16, infinite values are replaced by the largest finite ones.
+        Output tokens, ``[B, N, C]`` for width C. In float16, infinite values are replaced by the largest finite ones.
     """
     if attn.to_out[0].weight.dtype == torch.float16:  # split_heads converted the heads to float32
         x = x.half()
@@ -144,7 +144,7 @@ def build_for(layer: Any, config: AttentionConfig, axes: int) -> Any:
 
 
 def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, Any], kind: type[GridProcessor]) -> Any:
-    """Replace the attention of layers by new processors, in place. The model does not change if an exception is raised.
+    """Replace the processors of attention modules with new ones, in place. The model is unchanged if an exception is raised.
 
     Args:
         model: diffusers model.
@@ -228,10 +228,11 @@ def check_modules(name: str, modules: Mapping[int, Any], processor: str, unsuppo
         name: attribute of the transformer blocks that holds these modules, such as ``attn1``, for error messages.
         modules: attention modules, by block number.
         processor: name of the class of the processor that the new attention replaces.
-        unsupported: attributes that swapped attention does not support, with the values they must have.
+        unsupported: attributes of features that swapped attention does not support, with the values that they must have if
+            they are not None.
 
     Raises:
-        ValueError: if a module has a different processor, an unsupported attribute, or a norm without weights.
+        ValueError: if a module has a different processor, an unsupported attribute value, or a norm without weights.
     """
     for index, module in modules.items():
         if (present := type(module.processor).__name__) != processor:

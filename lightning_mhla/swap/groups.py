@@ -101,7 +101,7 @@ class LayerGroup(ABC, Generic[New, Config]):
     def candidates(self, model: Any) -> list[Any]:
         """Return the attention modules whose attention may have been replaced, in the order of the model's layers.
 
-        A subclass overrides this method if :meth:`layers` raises an error for models of the library without such layers.
+        A subclass overrides this method if :meth:`layers` raises an error for models that have no layers of this group.
         """
         return self.layers(model)
 
@@ -111,7 +111,7 @@ class LayerGroup(ABC, Generic[New, Config]):
         The base class returns the layer itself.
 
         Args:
-            layer: attention module of the library.
+            layer: attention module of a model, as :meth:`layers` returns it.
         """
         return layer
 

@@ -53,9 +53,9 @@ class ReplacedLayer(NamedTuple):
     """Layer whose attention was replaced.
 
     Attributes:
-        group: group to which the layer belongs, the self-attention or the cross-attention of the library's models.
+        group: group to which the layer belongs: the self-attention layers or the cross-attention layers.
         number: number of the layer in its group.
-        module: attention module of the library, whose projections stay in use.
+        module: original attention module of the model, whose projections stay in use.
         attention: the new attention.
     """
 
@@ -80,7 +80,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
     cross: ClassVar[LayerGroup[CrossAttention, CrossAttentionConfig]] = NoCrossAttention()
 
     def claims(self, model: nn.Module) -> bool:
-        """Return whether ``model`` belongs to this library."""
+        """Return whether the class of ``model``, or one of its base classes, is defined in the library's package."""
         return any(base.__module__.partition(".")[0] == self.package for base in type(model).__mro__)
 
     def restore(self, model: Any, record: Mapping[str, Any]) -> None:
@@ -132,7 +132,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
         Args:
             model: model whose attention :func:`lightning_mhla.swap_attention` replaced.
-            layers: numbers of the layers to switch; None for all replaced layers.
+            layers: numbers of the layers to switch, both self-attention and cross-attention; None for all replaced layers.
 
         Raises:
             ValueError: if a layer in ``layers`` was not replaced.
@@ -166,7 +166,7 @@ class HostLibrary(LayerGroup[Attention, AttentionConfig]):
 
     @abstractmethod
     def wrote(self, config: Mapping[str, Any]) -> bool:
-        """Return whether a model's ``config.json`` was written by this library.
+        """Return whether the library that this class supports wrote a model's ``config.json``.
 
         Args:
             config: content of the file.

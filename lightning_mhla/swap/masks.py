@@ -39,8 +39,8 @@ def visible_keys(attention_mask: Any) -> Tensor:
     """Convert an attention mask to a bool mask of the same shape, True where a query may attend to a key.
 
     Args:
-        attention_mask: mask of pairs of queries and keys. It is either bool, True where a query may attend to a key, or added
-            to the attention scores, with 0 for visible keys and at most -1000 for hidden ones.
+        attention_mask: mask ``[..., queries, keys]``. It is either bool, True where a query may attend to a key, or added to
+            the attention scores, with 0 for visible keys and at most -1000 for hidden ones.
 
     Returns:
         The bool mask. A bool ``attention_mask`` is returned unchanged.
@@ -73,8 +73,9 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
 
     Args:
         attention_mask: mask ``[B, Nk]``, nonzero or True for visible tokens; or mask ``[B, Q, Nk]`` or ``[B, 1, Q, Nk]``, where
-            Q is the number of queries or 1. The latter is either bool, True where a query may attend to a token, or added to
-            the attention scores, with 0 for visible tokens and at most -1000 for hidden ones. B may be 1. None without a mask.
+            Q is the number of queries or 1. A mask with an axis Q is either bool, True where a query may attend to a token, or
+            added to the attention scores, with 0 for visible tokens and at most -1000 for hidden ones. The batch axis of any
+            mask may have length 1 instead of B. None without a mask.
         tokens: number Nk of tokens of the context.
         batch: number B of rows in the batch.
 
@@ -104,7 +105,7 @@ def context_mask(attention_mask: Any, tokens: int, batch: int) -> Tensor | None:
 
 
 def padding_to_end(real: Tensor | None, *tensors: Tensor) -> tuple[Tensor | None, list[Tensor]]:
-    """Move the padding of each row of a context to its end, so that its blocks begin at the first token that is not padding.
+    """Move the padding of each context row to its end, so that the row's blocks begin at the first token that is not padding.
 
     Args:
         real: ``[B, N]`` bool, False for padding; None if no token is padding.

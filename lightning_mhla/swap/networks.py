@@ -1,5 +1,6 @@
-"""Transformers models described by plain data, from which a checkpoint rebuilds its model without the original folder.
+"""Descriptions of transformers models as plain data, from which the models can be rebuilt.
 
+A checkpoint contains the description of its model, so the checkpoint can be loaded without the model's original folder.
 A description is a dict with these entries:
 
 * ``class_path``: name of the configuration class, such as ``transformers.LlamaConfig``.
@@ -38,7 +39,7 @@ def read_configuration(pretrained: str) -> PreTrainedConfig:
     """Load a model configuration from a folder or the Hugging Face Hub, without running any code that comes with it.
 
     Args:
-        pretrained: path of the folder, or name of a model on the Hugging Face Hub.
+        pretrained: path of a folder saved by transformers, or name of a model on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no configuration.
@@ -95,8 +96,8 @@ def read_description(pretrained: str) -> dict[str, Any]:
     A description from a checkpoint is not checked until a model is built from it.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder or of a folder saved by transformers, or name on the
-            Hugging Face Hub.
+        pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read) or of a folder saved by
+            transformers; or name of a model on the Hugging Face Hub.
 
     Returns:
         Dict with the same entries as the result of :func:`describe`. For a timm encoder in a checkpoint, dict with the entries
@@ -104,7 +105,8 @@ def read_description(pretrained: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the checkpoint contains a model that is not from transformers or timm, or the model is quantized.
+        ValueError: if the checkpoint is damaged or contains a model that is not from transformers or timm, or if the model is
+            quantized.
     """
     path = Path(pretrained)
     if not path.exists() or (path / "config.json").is_file():
@@ -121,11 +123,12 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
 
     Args:
         network: description of the model, as :func:`describe` returns it.
-        required: values that options must have, by name; used if the description does not set them.
+        required: values that options must have, by name; also used if the description does not set these options. None to
+            require no values.
 
     Raises:
-        ValueError: if transformers has no such class, the class has no such option or rejects its value, or an option has a
-            different value than the required one.
+        ValueError: if the description has unknown entries or names an unknown class, if the class does not have one of the
+            options or rejects its value, or if an option differs from its value in ``required``.
     """
     import transformers
 
@@ -164,12 +167,12 @@ def load_source(network: PreTrainedModel, pretrained: str, auto_class: Any) -> N
 
     Args:
         network: model to load the weights into.
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
-            Hub.
+        pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read) or of an exported folder;
+            or name of a model on the Hugging Face Hub.
         auto_class: transformers class that loads such models, such as ``transformers.AutoModel``.
 
     Raises:
-        FileNotFoundError: if there are no weights.
+        OSError: if there are no weights.
         ValueError: if the weights are from a different model.
     """
 
@@ -190,8 +193,8 @@ def source_weights(
 
     Args:
         network: model to which the weights will be given.
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or a path or name that ``read_original``
-            accepts.
+        pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read) or of an exported folder;
+            or a path or name that ``read_original`` accepts.
         read_original: function that takes the path or name of a model with its original attention, and returns its weights
             by parameter name.
 

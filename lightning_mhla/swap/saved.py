@@ -42,7 +42,7 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class derived from a mixin and a diffusers or transformers class, which the first call creates.
+    """Return the class that is derived from a mixin and a diffusers or transformers class. The first call creates it.
 
     Args:
         mixin: subclass of :class:`SwappedClass` that saves and loads replaced attention.
@@ -96,12 +96,13 @@ class SwappedModel(SwappedClass):
 
         Args:
             pretrained_model_name_or_path: folder of the model, or its name on the Hugging Face Hub.
-            args: further positional arguments of the library's method.
+            args: further positional arguments of ``from_pretrained`` in diffusers or transformers.
             output_loading_info: whether to also return which weights were missing or unexpected.
-            options: further keyword arguments of the library's method.
+            options: further keyword arguments of ``from_pretrained`` in diffusers or transformers.
 
         Returns:
-            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information.
+            The model; with ``output_loading_info``, a tuple of the model and a dict with loading information, such as
+            ``missing_keys``.
 
         Raises:
             ValueError: if the weights in the files do not fit the model.
@@ -112,9 +113,9 @@ class SwappedModel(SwappedClass):
         return (model, info) if output_loading_info else model
 
     def save_pretrained(self, *args: Any, **options: Any) -> None:
-        """Save the model, and remove older weight files that the library would load in place of the new ones.
+        """Save the model, and remove older weight files that would be loaded in place of the new ones.
 
-        The arguments are the same as for the library's method.
+        The arguments are the same as for ``save_pretrained`` in diffusers or transformers.
         """
         signature = inspect.signature(self.host.save_pretrained)  # type: ignore[attr-defined]
         arguments = signature.bind(self, *args, **options).arguments
@@ -123,10 +124,10 @@ class SwappedModel(SwappedClass):
             self._remove_older(arguments)
 
     def _remove_older(self, arguments: Mapping[str, Any]) -> None:
-        """Remove older weight files that the library would load in place of those just saved.
+        """Remove older weight files that diffusers or transformers would load in place of those just saved.
 
         Args:
-            arguments: arguments with which the library's ``save_pretrained`` was called, by name.
+            arguments: arguments with which ``save_pretrained`` was called, by name.
         """
         raise NotImplementedError
 

@@ -106,8 +106,9 @@ def swap_attention(
         Mapping from layer number to the new attention module.
 
     Raises:
-        ValueError: if the model or its attention is not supported, if the configured blocks do not match the axes of the
-            model's token grid, or if the attention was replaced before.
+        ValueError: if the model or its attention is not supported, if ``layers`` or ``layer_kinds`` does not fit the model or
+            both are given, if the configured blocks do not match the axes of the model's token grid, or if the attention was
+            replaced before.
     """
     host = host_of(model)
     if isinstance(attention, CrossAttentionConfig) and not cross:
@@ -147,20 +148,25 @@ def swapped_layers(model: nn.Module, *, cross: Literal[True]) -> dict[int, Cross
 def swapped_layers(model: nn.Module, *, cross: bool = False) -> Any:
     """Return the attention modules that :func:`swap_attention` inserted into a model, as a dict by layer number.
 
+    The dict is empty if no such attention was replaced.
+
     Args:
         model: model from diffusers, timm or transformers.
         cross: whether to return the new cross-attention instead of the new self-attention.
+
+    Raises:
+        ValueError: if the model does not belong to one of these libraries.
     """
     host = host_of(model)
     return (host.cross if cross else host).swapped(model)
 
 
 def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
-    """Change the number of token blocks in the new attention of a model for images or video, for example for larger images.
+    """Change the number of token blocks in the new attention of an image or video model, for example to process larger images.
 
     The mixing coefficients of self-attention are resized to the new number of blocks, which is also stored in the model's
-    configuration. Attention of kind ``mhla_window`` applies softmax inside blocks. With more blocks, it is faster on large
-    images, because softmax covers a smaller part of the image.
+    configuration. Attention of kind ``mhla_window`` applies softmax inside blocks. More blocks make this kind faster on large
+    images, because each block covers a smaller part of the image.
 
     Args:
         model: model whose attention :func:`swap_attention` replaced; changed in place. At least one layer has attention of kind
@@ -169,8 +175,8 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
 
     Raises:
         ValueError: if no layer has such blocks, or if ``block_grid`` does not have one positive entry for each axis of the
-            model's token grid. Also if the kind is ``mhla`` and the model has class or register tokens, because its
-            coefficients then have a fixed size.
+            model's token grid. Also if the kind is ``mhla`` and the model has class or register tokens, because the
+            mixing coefficients then have a fixed size.
         TypeError: if an entry of ``block_grid`` is not an integer.
     """
     new, host = tuple(map(index, block_grid)), host_of(model)
@@ -206,7 +212,7 @@ def load_swapped(
     torch_dtype: torch.dtype | str | None = None,
     **options: Any,
 ) -> Any:
-    """Load a saved model whose attention was replaced, in evaluation mode.
+    """Load a saved model with replaced attention, and put it in evaluation mode.
 
     The model's library, such as transformers, reads the weights with its own loading function. If a folder holds several weight
     files, the library's usual order of preference applies, such as safetensors before ``.bin``.

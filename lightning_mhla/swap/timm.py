@@ -140,10 +140,10 @@ def _is_known(module: nn.Module) -> bool:
 
 
 def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention:
-    """Build the attention that replaces the one in a timm attention module, without projections.
+    """Build the new attention for a timm attention module. The module keeps its own projections.
 
     Args:
-        layer: timm attention module, whose projections stay in use.
+        layer: timm attention module.
         config: configuration of the new attention.
         prefix_tokens: number of class and register tokens.
     """

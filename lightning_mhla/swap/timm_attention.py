@@ -1,7 +1,7 @@
 """Subclasses of timm's attention modules that compute MHLA or another replacement. Importing this module requires timm.
 
-To replace the attention of a module, its class is changed to such a subclass. Its parameters keep their names, and it can still
-compute the original attention.
+The attention of a module is replaced by changing the class of the module to such a subclass. The parameters of the module keep
+their names, and the module can still compute the original attention.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class _Swapped:
 
         Args:
             x: tokens, ``[B, N, C]``.
-            args: further positional arguments of timm's modules, which the new attention does not support.
+            args: further positional arguments of timm's modules; the new attention rejects them.
             options: keyword arguments of timm's modules. The new attention uses only ``rope``, the rotary embedding.
 
         Returns:
             Outputs ``[B, N, C]``.
 
         Raises:
-            ValueError: if the new attention is called with a mask or for causal attention, or if N is not the number of tokens
-                of the image that the model is processing.
+            ValueError: if the new attention is called with ``args``, ``attn_mask`` or ``is_causal``, or if N is not the number
+                of tokens of the image that the model is processing.
         """
         if self.as_before:
             out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own

@@ -126,7 +126,8 @@ def _unmarked(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
 
     Args:
         state: saved weights by parameter name.
-        model: model for these weights. A weight loses its leading axis if its remaining shape is that of the model's parameter.
+        model: model for these weights. A weight loses its leading axis of length 1 if the remaining shape is that of the
+            model's parameter of the same name.
     """
     model_state = model.state_dict()
     return {

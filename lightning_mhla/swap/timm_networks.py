@@ -1,10 +1,11 @@
-"""timm vision transformers described by plain data, from which a checkpoint rebuilds its model without the original folder.
+"""Descriptions of timm vision transformers as plain data, from which the models can be rebuilt.
 
+A checkpoint contains the description of its model, so the checkpoint can be loaded without the model's original folder.
 A description is a dict with these entries:
 
 * ``architecture``: timm's name of the architecture, such as ``vit_small_patch14_dinov2``.
-* ``model_args``: options for the constructor of the model's class. Rates of dropout and stochastic depth are left out, and
-  images of any size are accepted (``dynamic_img_size``).
+* ``model_args``: options for the constructor of the model's class. Rates of dropout and stochastic depth are left out.
+  ``dynamic_img_size`` is set, so that the model accepts images of any size.
 * ``pretrained_cfg``: timm's information about the weights, such as the size and normalization of images, without the location
   of the weights.
 """
@@ -48,7 +49,7 @@ LOCATION = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source
 
 
 def timm_name(pretrained: str) -> str | None:
-    """Return the name under which ``timm.create_model`` finds a model; None if it is not a timm model.
+    """Return the name under which ``timm.create_model`` finds a model; None for a model that is not from timm.
 
     Args:
         pretrained: folder with timm's ``config.json``; ``timm:ARCHITECTURE`` for the weights that timm publishes; or
@@ -180,7 +181,8 @@ def load_timm(network: nn.Module, pretrained: str) -> None:
 
     Args:
         network: model to load the weights into, in float32.
-        pretrained: path of a checkpoint or of a run's folder, or a folder or name that :func:`timm_name` accepts.
+        pretrained: path of a checkpoint or of a run's folder (its latest complete checkpoint is read), or a folder or name
+            that :func:`timm_name` accepts.
 
     Raises:
         FileNotFoundError: if there are no weights.

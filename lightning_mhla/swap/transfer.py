@@ -58,7 +58,7 @@ class LayerCosts:
 def layer_costs(model: nn.Module, measure: Callable[[], float]) -> LayerCosts:
     """Evaluate a model with its original attention, with all layers replaced, and with each single layer replaced.
 
-    If both self-attention and cross-attention are replaced, the two modules of the same layer number count as one layer.
+    If both self-attention and cross-attention are replaced, the two modules with the same layer number count as one layer.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced, preferably trained with

@@ -178,11 +178,11 @@ class TransformersHost(HostLibrary):
 
 
 def _context(model: Any, layer: Any) -> PositionLimit | None:
-    """Return the limit on token positions for which a language model was trained, its ``max_position_embeddings``.
+    """Return the limit on rotary positions of a language model: the length of the texts on which it was trained, in tokens.
 
     Args:
         model: language model.
-        layer: one of its attention modules without a sliding window.
+        layer: one of its attention modules without a sliding window, whose configuration has ``max_position_embeddings``.
 
     Returns:
         The limit; None if the model has no rotary embedding.
@@ -332,7 +332,7 @@ def _reason(config: Any) -> str:
 
 
 def _floating(layer: Any) -> Tensor:
-    """Return a floating-point weight of a layer, whose dtype and device the new attention gets.
+    """Return a floating-point weight of a layer. The new attention gets the dtype and device of this weight.
 
     If all weights are quantized, the result is an empty tensor with the dtype of the layer's configuration.
     """
@@ -346,7 +346,7 @@ def _floating(layer: Any) -> Tensor:
 
 
 def _build(layer: Any, config: AttentionConfig, grid: TransformersPatchGrid | None) -> Attention:
-    """Build the new attention for a transformers attention module, which keeps its own projections.
+    """Build the new attention for a transformers attention module. The module keeps its own projections.
 
     Args:
         layer: transformers attention module.

@@ -262,16 +262,17 @@ def swapped_attention(
         attention_mask: mask ``[B, columns]``, nonzero or True for visible tokens; or mask ``[B, 1, N, columns]`` of pairs of
             queries and keys. The latter is either bool, True where a query may attend to a key, or added to the scores, with 0
             for visible keys and at most -1000 for hidden ones. None without a mask.
-        options: further arguments that transformers passes. Three are used: ``scaling``, ``position_ids``, and ``given_mask``,
-            a one-item tuple that holds the ``attention_mask`` passed to the model, or None.
+        options: further arguments that transformers passes. Three are used: ``scaling``, the factor on the scores;
+            ``position_ids``, the positions of the tokens; and ``given_mask``, a one-item tuple that holds the
+            ``attention_mask`` passed to the model, or None.
 
     Returns:
         Outputs ``[B, N, H, Dv]``, and None in place of attention weights.
 
     Raises:
         ValueError: if the mask adds biases to scores, or hides anything except padding and, in a decoder, later tokens. Also if
-            several rows contain packed documents, a text is too long for dense mixing coefficients, the cache has no state to
-            continue, or the tokens do not match the grid of the current image.
+            documents are packed in a batch of several rows, a text is too long for dense mixing coefficients, the cache has no
+            state to continue, or the tokens do not match the grid of the current image.
     """
     out = _attend(module, query, key, value, attention_mask, options)
     return out.unflatten(-1, (query.shape[1], -1)), None

@@ -4,9 +4,9 @@
     swap_attention(model, AttentionConfig(block_size=32), cross=True)
 
 The model's own code still computes queries, keys and values, and keeps keys and values of the encoder in its cache during
-generation. The new attention is called through transformers' attention interface. A query's block follows from its position
-in the decoder's input, which the cache of the self-attention determines. Blocks of the context are counted from its first token
-that is not padding. Self-attention does not change.
+generation. The new attention is called through transformers' attention interface. The block of a query depends on the
+query's position in the decoder's input. During generation, this position follows from the number of tokens in the cache of the
+self-attention. Blocks of the context are counted from its first token that is not padding. Self-attention does not change.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class CrossCall(NamedTuple):
 class SummarizedLayer(DynamicLayer):
     """Layer of a transformers cache that holds the keys and values of an encoder's output, and their key-value summaries.
 
-    The key-value summary of a block is the sum of the outer products of the key and value of each token. If batch rows of keys
+    The key-value summary of a block is the sum, over its tokens, of the outer products of key and value. If batch rows of keys
     are reordered, repeated or selected, the summaries change in the same way. Copied and unpickled layers have no summaries,
     and compute them again.
     """
@@ -75,8 +75,8 @@ class SummarizedLayer(DynamicLayer):
             index: number of the layer.
 
         Returns:
-            The converted layer; None if it is still empty, if the cache is offloaded, or if the layer has an unsupported class,
-            such as that of a static cache.
+            The converted layer; None if the layer is still empty or has an unsupported class, such as that of a static cache,
+            or if the cache is offloaded.
         """
         layers = cache.cross_attention_cache.layers
         if not cache.is_updated.get(index) or getattr(cache.cross_attention_cache, "offloading", False):

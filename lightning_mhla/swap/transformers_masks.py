@@ -247,8 +247,8 @@ def check_nothing_hidden(attention_mask: Any) -> None:
     """Check that an attention mask of an image encoder hides no patch.
 
     Args:
-        attention_mask: 4D mask, either bool (True where a query may attend to a key) or added to the scores (0 where it may);
-            None without a mask.
+        attention_mask: mask ``[B, 1, N, N]`` for B images of N tokens, either bool, True where a query may attend to a key, or
+            added to the scores, with 0 for visible keys and at most -1000 for hidden ones. None without a mask.
 
     Raises:
         ValueError: if the mask hides a patch, adds biases to attention scores, or is neither a tensor nor None.

@@ -1,1 +1,1 @@
-"""Helpers that all other packages use: for files, processes, options, and private names of libraries."""
+"""Helpers that all other packages use, for files, processes, options and access to private names of libraries."""

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders."""
+"""Writing, renaming and removal of files and folders, with atomic replacement where possible."""
 
 from __future__ import annotations
 
@@ -96,11 +96,12 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: False) -> Iterator[Path]:
-    """Context manager that replaces a folder atomically: it yields an empty folder to write to, which becomes ``folder``.
+    """Context manager that replaces the files of a folder: it yields an empty folder to write to, and then puts it in place.
 
     If the process stops or an error occurs inside the ``with`` block, ``folder`` stays unchanged. Files of ``folder`` that are
-    not written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. If a folder
-    cannot be renamed, for example because it is a mount point, its files are replaced one by one.
+    not written again, such as notes or a ``.git``, are kept, except those for which ``replaced`` returns True. The new folder
+    is put in place by renaming. If ``folder`` cannot be renamed, for example because it is a mount point, its files are
+    replaced one by one.
 
     Args:
         folder: the folder to replace; created if missing.
@@ -156,7 +157,7 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Move or link the files of one folder into another folder, and create the empty folders of the first there.
+    """Move or link the files of one folder into another folder, and create empty folders there as in the first folder.
 
     Args:
         source: folder to take files from.
@@ -202,9 +203,9 @@ def _files_below(folder: Path) -> list[Path]:
 def exchange(new: Path, path: Path, keep: bool = False) -> Path | None:
     """Rename a complete file or folder to ``path``, replacing an existing file or folder.
 
-    Replacing a file is atomic. A folder to replace is first renamed to a temporary name. If the process dies before the new
-    folder has its name, the old folder is renamed back by :class:`lightning_mhla.checkpoints.runs.RunFolder` or by the next
-    call of :func:`rebuilt_folder`.
+    Replacing a file with a file is atomic. A file is removed before a folder takes its place. A folder to replace is first
+    renamed to a temporary name. If the process dies before the new folder has its name, the old folder is renamed back by
+    :class:`lightning_mhla.checkpoints.runs.RunFolder` or by the next call of :func:`rebuilt_folder`.
 
     Args:
         new: complete file or folder.
@@ -237,14 +238,14 @@ def remove(path: Path) -> None:
 
 
 def give_second_name(path: Path, name: Path) -> None:
-    """Make a file or folder available under a second path, atomically.
+    """Make a file or folder available under a second path. An incomplete file or folder never appears there.
 
     A file gets a hard link, which needs no additional space. A folder becomes a new folder of hard links. Files are copied if
     the file system does not support hard links, or if the second path is on a different file system.
 
     Args:
         path: existing file or folder.
-        name: second path; an existing file or folder at this path is replaced.
+        name: second path; an existing file or folder at this path is replaced, as by :func:`exchange`.
     """
     name.parent.mkdir(parents=True, exist_ok=True)
     aside = beside(name)

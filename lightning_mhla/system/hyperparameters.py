@@ -79,7 +79,7 @@ class LoggedApart(HyperparametersMixin):
 
         Args:
             args: names of the arguments to save, or a single object with all hyperparameters; all arguments by default.
-            ignore: names of arguments that are not saved.
+            ignore: names of arguments that are not saved; None if there are none.
             frame: frame of ``__init__``, from which the arguments are read; None for the frame of the caller.
             logger: whether loggers also get the hyperparameters.
         """

@@ -1,6 +1,6 @@
 """Functions that access private attributes and methods of Lightning.
 
-``tests/test_private_names.py`` states why each of them is needed.
+``tests/test_private_names.py`` states why each of these attributes and methods is needed.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def ended_inside_epoch(trainer: Trainer) -> bool:
 def as_of_last_batch(loops: dict[str, Any]) -> None:
     """Correct the training progress in a checkpoint that was saved after training stopped inside an epoch.
 
-    Lightning counts this epoch as complete, so that a resumed run would start with the next epoch. After the correction, a
+    Lightning counts this epoch as complete, so a resumed run would start with the next epoch. After the correction, a
     resumed run continues after the last batch that was processed.
 
     Args:

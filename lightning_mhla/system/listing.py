@@ -1,4 +1,4 @@
-"""Listing of the visible files in a folder, and conversion of names to printable and to distinct text."""
+"""Functions that list the visible files of a folder, and functions that make names printable or distinct."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_file_name(name: str) -> bool:
 
 
 def is_visible(name: str) -> bool:
-    """Return whether a name has no leading dot, and is not that of a leftover such as ``Thumbs.db`` or ``__pycache__``."""
+    """Return whether a file name is visible: without a leading dot, and not a leftover such as ``Thumbs.db``."""
     return not name.startswith(".") and name not in NOISE
 
 
@@ -120,7 +120,7 @@ def shown(name: str | os.PathLike[str]) -> str:
 
 
 def distinct_names(names: Sequence[str], reserved: Sequence[str] = ()) -> list[str]:
-    """Make class names distinct by appending the label to each name that occurs more than once, as in ``crane (134)``.
+    """Make class names distinct by adding the label to names that are repeated or reserved, as in ``crane (134)``.
 
     Args:
         names: class names in the order of their labels, 0 for the first.

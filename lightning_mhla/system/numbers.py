@@ -15,10 +15,10 @@ SMALLEST = 1e-4
 
 
 def rounded(value: float | None) -> str:
-    """Round a number to four significant digits, such as ``0.1235``, ``92.13``, ``1,235`` or ``1.235e-05``.
+    """Round a number to an integer if it has over four digits before the point, otherwise to four significant digits.
 
-    Digits before the decimal point are never replaced by zeros: 123456 becomes ``123,456``. Zeros at the end of a fraction are
-    left out.
+    Examples are ``123,456``, ``1,235``, ``92.13``, ``0.1235`` and ``1.235e-05``. Zeros at the end of a fraction are left out.
+    Numbers from 1e15 on are written with four significant digits and an exponent.
 
     Args:
         value: number to round. None, NaN and infinities become ``not finite``.
@@ -31,19 +31,18 @@ def rounded(value: float | None) -> str:
 
 
 def rounded_with_spread(mean: float, spread: float) -> tuple[str, str]:
-    """Round a mean and its standard deviation to the same decimal place, such as ``0.9213`` and ``0.0042``.
+    """Round a mean and its spread (standard deviation) to matching precision, such as ``0.9213`` and ``0.0042``.
 
-    The spread has two significant digits, and the mean ends at the same place. Digits before the decimal point are never
-    replaced by zeros. The mean has no more decimal places than it needs for six significant digits. If the spread needs more
-    decimal places, the two numbers end at different places. A spread of zero is ``0``, and its mean has four significant
-    digits. If both numbers are below 0.0001, they are written with exponents.
+    The spread has two significant digits. The mean ends at the same decimal place, or earlier if it would otherwise have more
+    than six significant digits. Digits before the decimal point are never replaced by zeros. A spread of zero is ``0``, and
+    its mean is formatted by :func:`rounded`. If both numbers are below 0.0001, they are written with exponents.
 
     Args:
         mean: finite mean.
         spread: standard deviation, finite and not negative.
 
     Returns:
-        The texts of the mean and of the spread.
+        The mean and the spread as text.
 
     Raises:
         ValueError: if a number is not finite, or if the spread is negative.
@@ -84,10 +83,10 @@ def plural(count: int, noun: str, many: str = "") -> str:
 
 
 def metric_text(name: str, value: float | None) -> str:
-    """Round a metric to four significant digits, or to more for a cosine similarity close to 1.
+    """Format a metric as :func:`rounded` does, but with more digits for a cosine similarity close to 1.
 
     A cosine similarity between 0.999 and 1 is shown with enough decimal places for two significant digits of its distance from
-    1, such as ``0.9999967``. Only a cosine similarity of exactly 1 is therefore shown as ``1``.
+    1, such as ``0.9999967``. A cosine similarity below 1 is therefore never shown as ``1``.
 
     Args:
         name: name of the metric. A name that ends in ``cosine``, such as ``val/cosine``, is that of a cosine similarity.

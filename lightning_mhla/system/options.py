@@ -46,7 +46,7 @@ def as_dataclass(kind: type[Options], value: Any, name: str = "") -> Options:
 
 
 def _converted(value: Any, kind: Any, name: str) -> Any:
-    """Convert a mapping to a dataclass if the field's type is a dataclass or a union with one.
+    """Convert the value of a field to a dataclass if it is a mapping and the field's type is or includes a dataclass.
 
     Args:
         value: value of the field. A value that is not converted is returned unchanged.

@@ -1,6 +1,7 @@
 """Checks that numeric options are finite and within their bounds, so that a wrong value is an error before training starts.
 
-A comparison such as ``value < 0`` is false for NaN, which would therefore pass. Here a value passes only if it is inside.
+A check that raises an error for ``value < 0`` accepts NaN, because a comparison with NaN is false. The checks here therefore
+accept a value only if comparisons show that it is within its bounds.
 """
 
 from __future__ import annotations

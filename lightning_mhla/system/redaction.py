@@ -1,4 +1,4 @@
-"""Removal of secrets from text and options: user names, passwords and signatures in URLs, and keys of services.
+"""Removal of secrets from text and options: user names, passwords and signatures in URLs, and API keys.
 
 A URL keeps its scheme, host and path. The user name and password become ``***``. The complete query and fragment also become
 ``***``, because each service has a different name for its signature: ``https://***@host/train.tar?***``. The value of an option
@@ -50,7 +50,8 @@ def redacted(value: Any, name: str = "") -> Any:
 
     Args:
         value: dicts, namespaces, lists, tuples and plain values; other objects are returned unchanged.
-        name: name of the option that has this value. The value of an option such as ``password`` is replaced completely.
+        name: name of the option that has this value; empty if unknown. The value of an option such as ``password`` is replaced
+            completely.
     """
     if isinstance(value, str):
         if value and _is_secret(name):
@@ -80,7 +81,8 @@ def published(value: Any, name: str = "") -> Any:
 
     Args:
         value: dicts, lists, tuples, strings, paths and plain values; other objects are returned unchanged.
-        name: name of the option that has this value. The value of an option such as ``password`` is replaced completely.
+        name: name of the option that has this value; empty if unknown. The value of an option such as ``password`` is replaced
+            completely.
     """
     if isinstance(value, str | PurePath):
         text = redacted(str(value), name)

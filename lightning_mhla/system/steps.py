@@ -39,8 +39,9 @@ def steps_of_epochs(trainer: Trainer, epochs: float) -> float:
 
 
 def steps_of_run(trainer: Trainer) -> float:
-    """Return the number of optimizer steps in a complete run; infinite if neither epochs nor steps are limited.
+    """Return the number of optimizer steps in a complete run; infinite if the run has no end.
 
+    Without ``max_steps``, the run has no end if ``max_epochs`` is not set or if the data has no length.
     Lightning's ``estimated_stepping_batches`` is not used, because it applies the accumulation of the current epoch to all
     epochs.
     """

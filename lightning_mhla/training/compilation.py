@@ -20,7 +20,8 @@ class CompileOptions:
     """Options of :func:`torch.compile` for the blocks of a network.
 
     Args:
-        mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null to set ``options``.
+        mode: ``"default"``, ``"reduce-overhead"`` (CUDA graphs), ``"max-autotune"``, or null for the default mode, in which
+            ``options`` can be set.
         dynamic: whether graphs are compiled for symbolic sizes; null makes a size symbolic once it changes.
         fullgraph: whether a block with a graph break is an error.
         backend: compiler backend.

@@ -16,7 +16,7 @@ from lightning_mhla.swap.timm_networks import build_timm, load_timm, read_timm_d
 
 
 class EncoderLibrary(ABC):
-    """Operations on the encoders of one library.
+    """Operations on the encoders of one library, transformers or timm.
 
     Attributes:
         unused: prefixes of the names of parameters that do not contribute to the token vectors.
@@ -43,10 +43,11 @@ class EncoderLibrary(ABC):
 
         Args:
             model: encoder to load the weights into.
-            pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of the encoder.
+            pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read) or of an exported
+                folder; or name of the encoder.
 
         Raises:
-            FileNotFoundError: if there are no weights.
+            OSError: if there are no weights.
             ValueError: if the weights are from a different model.
         """
 
@@ -208,8 +209,9 @@ def describe_encoder(pretrained: str) -> dict[str, Any]:
     :mod:`lightning_mhla.swap.timm_networks` for timm.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder, or of a folder with a model in the format of transformers or timm;
-            or the encoder's name on the Hugging Face Hub.
+        pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read), or of a folder with a
+            model in the format of transformers or timm; or name of an encoder on the Hugging Face Hub; or
+            ``timm:ARCHITECTURE`` for weights that timm publishes.
 
     Raises:
         FileNotFoundError: if there is no such encoder.
@@ -219,13 +221,13 @@ def describe_encoder(pretrained: str) -> dict[str, Any]:
 
 
 def load_encoder(pretrained: str) -> Any:
-    """Load an encoder in float32.
+    """Load an encoder with float32 weights.
 
     Args:
         pretrained: path or name that :func:`describe_encoder` takes.
 
     Raises:
-        FileNotFoundError: if there is no such encoder.
+        OSError: if there is no such encoder, or its weights are missing.
         ValueError: if the encoder cannot be built, or its weights do not fit.
     """
     network = describe_encoder(pretrained)

@@ -1,9 +1,9 @@
 """Training of encoders whose attention was replaced, so that they compute the same vectors as the original model.
 
 An encoder computes one vector for each token of a text or each patch of an image. Its embedding of a sample is the mean of
-these vectors or the first of them. There are no labels: the model before its attention was replaced, the teacher, supplies the
-targets. The first ``distillation.layer_steps`` steps train each replaced layer on its own (attention transfer, LoLCATs,
-arXiv 2410.10254, section 3.2); the others train the complete model.
+these vectors, the first of them, or the vector that a timm encoder passes to its classifier. There are no labels: the model
+before its attention was replaced, the teacher, supplies the targets. The first ``distillation.layer_steps`` steps train each
+replaced layer on its own (attention transfer, LoLCATs, arXiv 2410.10254, section 3.2). Later steps train the complete model.
 """
 
 from __future__ import annotations
@@ -102,19 +102,20 @@ class LinearizedEncoder(TrainingModule):
         lora: LoraOptions,
         network: dict[str, Any] | None,
     ) -> None:
-        """Build the encoder with replaced attention, choose what is trained, and create empty metrics.
+        """Build the encoder with replaced attention, choose the parameters to train, and create empty metrics.
 
         Parameters that do not contribute to the token vectors, such as those of a pooling head, are frozen.
 
         Args:
-            pretrained: path or name of the encoder to start from. Its weights are loaded before training.
+            pretrained: path or name of the encoder to start from. Its weights are loaded before training. None to load no
+                weights; ``network`` is then required.
             attention: options of the new attention.
             layer_kinds: ``keep`` or ``replace`` for the first layers, repeated until all layers have one; None to replace all
                 layers.
             train: part of the model that is trained after the first ``distillation.layer_steps`` steps: ``"all"``,
                 ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
             lora: rank, alpha and dropout of the adapters for ``train="lora"``.
-            network: description of the encoder, see :func:`describe_encoder`; None to read it from ``pretrained``.
+            network: description of the encoder, as :func:`describe_encoder` returns it; None to read it from ``pretrained``.
 
         Raises:
             FileNotFoundError: if there is no such encoder.
@@ -212,10 +213,11 @@ class LinearizedEncoder(TrainingModule):
         return F.normalize(self.embed(self.encode(self.network, *inputs), self.real_tokens(*inputs)), dim=-1)
 
     def on_fit_start(self) -> None:
-        """Load the teacher. If ``layer_steps`` is set, also check that the replaced layers can be trained on their own.
+        """Load the teacher. With a positive ``layer_steps``, check that the replaced layers can be trained on their own.
 
         Raises:
-            ValueError: if no teacher is named, or ``layer_steps`` is set and the layers cannot be trained on their own.
+            ValueError: if no teacher is named, or if ``distillation.layer_steps`` is positive and the replaced layers cannot be
+                trained on their own.
         """
         self._start()
 
@@ -245,10 +247,10 @@ class LinearizedEncoder(TrainingModule):
             self.linearization.start(self, load_encoder)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """Compute and log the loss of a batch for the current stage, as a scalar.
+        """Compute, log and return the loss of a batch, a scalar.
 
-        The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
-        weighted sum of the distances from the teacher that :class:`EncoderDistillation` lists.
+        In the first ``distillation.layer_steps`` steps, the loss compares the output of each replaced layer with that of the
+        original layer. Later, it is the weighted sum of the distances from the teacher that :class:`EncoderDistillation` lists.
         """
         inputs = self.read_inputs(batch)
         if self.linearization.matches_layers(self):

@@ -2,8 +2,8 @@
 
 In the first ``layer_steps`` optimizer steps, each replaced layer learns to reproduce the output of its original attention
 (attention transfer). Later steps train the complete model on its data and, if there is a teacher, on the teacher's predictions
-(distillation). The teacher is the model before its attention was replaced. A training module holds a :class:`Linearization`. It
-uses a :class:`LinearizedHost` for the operations that depend on the library of the model.
+(distillation). The teacher is the model before its attention was replaced. A training module holds a :class:`Linearization`,
+which uses a :class:`LinearizedHost` for the operations that depend on the library of the model.
 """
 
 from __future__ import annotations
@@ -218,13 +218,13 @@ class ScoringHost(LinearizedHost):
 class Linearization:
     """Teacher and losses of two-stage training after the attention of a model was replaced.
 
-    A training module calls :meth:`start` once. In each training step of the first stage, which trains each replaced layer
-    to reproduce its original attention, it calls :meth:`layer_loss`. The second stage trains the complete model. The object
-    is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is therefore not
-    trained, averaged or saved.
+    A training module calls :meth:`start` once. The first stage trains each replaced layer to reproduce its original attention;
+    in each of its steps, the training module calls :meth:`layer_loss`. The second stage trains the complete model. A
+    ``Linearization`` is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is
+    therefore not trained, averaged or saved.
 
     Args:
-        options: number of steps of the first stage, and path of the teacher.
+        options: number of steps of the first stage, and path or name of the teacher.
         host: operations that depend on the library of the model.
     """
 
@@ -248,10 +248,10 @@ class Linearization:
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
         """Prepare the two stages: load the teacher, if the options name one, and check that the first stage is possible.
 
-        The first stage trains each replaced layer on its own. The check is skipped if this stage has no steps.
+        The first stage trains each replaced layer on its own. It is checked only in a fit, and only if it has any steps.
 
         Args:
-            module: training module, at the start of a fit.
+            module: training module at the start of a fit, a validation or a test.
             read_teacher: function that takes the path or name of weights and returns the model with its original attention.
 
         Raises:

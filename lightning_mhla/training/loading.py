@@ -35,7 +35,7 @@ def accepts(kind: type[TrainingModule], memory: Mapping[str, Any]) -> bool:
 
 
 def load_module(kind: type[Module], path: str | Path, live: bool = False) -> Module:
-    """Load a training module from a checkpoint, in evaluation mode on the CPU.
+    """Load a training module from a checkpoint to the CPU, and put it in evaluation mode.
 
     Args:
         kind: class of the training module.

@@ -97,7 +97,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def usage(self) -> dict[str, str]:
         """Commands that use a trained model, by purpose, for the report of a run.
 
-        ``{run}`` stands for the option that names the run, and ``{folder}`` for its folder.
+        ``{run}`` stands for the option that names the run, and ``{folder}`` for the folder of the run.
         """
         return {}
 
@@ -201,7 +201,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return []
 
     def start_from(self, pretrained: str) -> None:
-        """Load the weights to start from into the network, for modules with the option ``pretrained``.
+        """Load pretrained weights, from which training starts, into the network.
+
+        Subclasses with the option ``pretrained`` override this method.
 
         Args:
             pretrained: path or name of the weights, as the user gave it.
@@ -277,7 +279,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def log_loss(self, loss: Tensor, batch_size: int) -> Tensor:
         """Log the training loss of a batch and return it unchanged.
 
-        The logged value is the mean over all processes. With sequence parallelism it is the loss in the process that logs it.
+        The logged value is the mean over all processes or, with sequence parallelism, this process's own loss.
 
         Args:
             loss: scalar loss.
@@ -287,7 +289,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return loss
 
     def on_train_start(self) -> None:
-        """Replace the optimizer options that a checkpoint restored with the current ones, and check the checkpoint callbacks.
+        """Apply the current optimizer options in place of those restored from a checkpoint, and check the checkpoint callbacks.
 
         The method warns about a ``ModelCheckpoint`` that saves every few steps but selects weights by a validation metric,
         because it saves before the validation of the same step.

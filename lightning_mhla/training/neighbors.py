@@ -1,4 +1,4 @@
-"""Metric that counts the nearest neighbors that samples have in common in two sets of their embeddings."""
+"""Metric that measures how well two sets of embeddings of the same samples agree on nearest neighbors."""
 
 from __future__ import annotations
 

@@ -259,7 +259,7 @@ def build_optimizer(
         layers: prefixes of the parameter names of each layer, from input to output, for layer decay.
 
     Returns:
-        Optimizer, schedule, and the options of both, which a resumed run compares with those of its checkpoint.
+        Optimizer, schedule, and the options of both in the form that :func:`take_over` applies to a restored optimizer.
 
     Raises:
         ValueError: if the schedule is cosine and the number of steps is infinite, or if CAME gets sharded parameters.

@@ -26,7 +26,7 @@ from lightning_mhla.system.sharding import SEQUENCE
 
 
 class FullyShardedStrategy(ModelParallelStrategy):
-    """Strategy that shards weights over all processes with FSDP2, with optional sequence parallelism.
+    """Strategy that shards weights with FSDP2, and optionally splits sequences among processes (sequence parallelism).
 
     The strategy works on GPUs (NCCL) and CPUs (gloo), on any number of nodes. Checkpoints are written atomically, and load on
     any number of processes. Weights are sharded over all processes, including those that share a sequence.
@@ -95,14 +95,18 @@ class FullyShardedStrategy(ModelParallelStrategy):
         save_sharded(path, tensors, checkpoint)
 
     def load_checkpoint(self, checkpoint_path: str | os.PathLike, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load weights and optimizer states from a sharded checkpoint or a single file, and return the other entries.
+        """Load weights and optimizer states from a sharded checkpoint or a single file.
 
-        If the checkpoint has both a moving average and the trained weights, the average is loaded. The trained weights are then
-        among the returned entries. If they come from a sharded checkpoint, they are sharded like the weights of the module.
+        If the checkpoint has both a moving average and the trained weights, the average is loaded.
 
         Args:
             checkpoint_path: path of a checkpoint, or of the folder of a run, whose latest complete checkpoint is then loaded.
             weights_only: ignored; code in a checkpoint is never run.
+
+        Returns:
+            Entries of the checkpoint that remain for Lightning to restore, such as the progress of training, and the path that
+            was read. If the moving average was loaded, the trained weights are among the entries. From a sharded checkpoint,
+            they are sharded like the weights of the module.
         """
         path = resolve_checkpoint(Path(self.broadcast(checkpoint_path)))
         assert self.model is not None

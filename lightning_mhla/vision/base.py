@@ -111,7 +111,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
             preprocessing: image transform, or a mapping of its options; None if unknown.
 
         Raises:
-            ValueError: if the number of names is not ``num_classes``.
+            ValueError: if the number of names is not ``num_classes``, or an option in the mapping is not valid.
         """
         if class_names is not None and len(class_names) != self.num_classes:
             raise ValueError(f"class_names lists {len(class_names)} names, but num_classes={self.num_classes}")
@@ -152,8 +152,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
         """Compute the class probabilities of one image.
 
         Args:
-            image: an image, or the path of an image file, with the same result for both. The method applies
-                :attr:`preprocessing` to it.
+            image: image, or path of an image file; both give the same result. The method applies :attr:`preprocessing`.
             top: number of most probable classes to return; None for all classes.
 
         Returns:

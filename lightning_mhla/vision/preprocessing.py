@@ -29,7 +29,7 @@ class Preprocessing:
             all channels.
 
     Raises:
-        ValueError: if a value is out of range.
+        ValueError: if a value is out of range, or if ``mean`` or ``std`` has a wrong number of values.
     """
 
     image_size: int

@@ -47,8 +47,8 @@ class StageConfig:
     Give either the name of a published size, or dims, depths and heads. These are lists with one value for each stage.
 
     Args:
-        size: T, S, B or L for a published size of RAVLT (arXiv 2411.07635), which sets dims, depths, heads and layer_scale;
-            null to set these options.
+        size: T, S, B or L for a published size of RAVLT (arXiv 2411.07635), which sets dims, depths and heads, and also
+            layer_scale unless that is given; null to give dims, depths and heads.
         dims: width of each stage; required if size is null, otherwise null.
         depths: number of transformer blocks in each stage; required if size is null, otherwise null.
         heads: number of attention heads in each stage; required if size is null, otherwise null.
@@ -145,12 +145,12 @@ class StageConfig:
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
         """Return the attention configuration of one stage.
 
-        The first ``linear_stages`` stages use ``config``. Later stages use softmax attention with the other options of
-        ``config``.
+        The first ``linear_stages`` stages use ``config``, with the blocks of the stage if this kind of attention uses blocks.
+        Later stages use softmax attention with the other options of ``config``.
 
         Args:
-            config: attention configuration of the linear stages. It must not set ``block_grid`` or ``block_size``, because
-                ``block_grids`` sets the blocks of each stage.
+            config: attention configuration of the linear stages. If its kind uses blocks, it must not set ``block_grid`` or
+                ``block_size``, because ``block_grids`` sets the blocks of each stage.
             stage: index of the stage, counted from 0.
 
         Raises:

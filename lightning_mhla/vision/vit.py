@@ -33,7 +33,7 @@ class ConvStem(nn.Module):
     Args:
         channels: number of channels of the image.
         dim: width of a token.
-        patch_size: side of a token, in pixels.
+        patch_size: side of the image patch that becomes one token, in pixels.
     """
 
     def __init__(self, channels: int, dim: int, patch_size: int) -> None:
@@ -58,14 +58,14 @@ class VisionTransformer(
     """Vision transformer for image classification, with mean pooling of the tokens instead of a class token.
 
     ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``, and
-    ``VisionTransformer.from_pretrained(folder)`` loads it. The model also has the methods of timm's models, such as
+    ``VisionTransformer.from_pretrained(folder)`` loads it. The model also implements the methods of timm's models, such as
     ``forward_features``.
 
     Args:
         image_size: side of the square image, in pixels.
         num_classes: number of class scores; 0 for a model without a head.
         attention: configuration of the attention, see :class:`lightning_mhla.AttentionConfig`.
-        size: published size of DeiT (tiny, small or base), which sets dim, depth and heads.
+        size: published size of DeiT (tiny, small or base), which sets dim, depth and heads; None to set them individually.
         dim: width of the tokens; required if ``size`` is None, otherwise None.
         depth: number of transformer blocks; required if ``size`` is None, otherwise None.
         heads: number of attention heads; required if ``size`` is None, otherwise None.
@@ -82,7 +82,8 @@ class VisionTransformer(
         preprocessing: transform of images, for :meth:`predict`; None if unknown. Exported models contain it.
 
     Raises:
-        ValueError: if sizes do not fit together, for example if ``patch_size`` does not divide the side of the image.
+        ValueError: if an option is out of range, or sizes do not fit together, for example if ``patch_size`` does not divide
+            the side of the image.
     """
 
     def __init__(
@@ -160,10 +161,10 @@ class VisionTransformer(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the final tokens ``[B, N, dim]`` of images ``[B, channels, image_size, image_size]``, for N tokens per image.
+        """Compute the final tokens ``[B, N, dim]``, N per image, of images ``[B, channels, image_size, image_size]``.
 
         Raises:
-            ValueError: if the images have a different size.
+            ValueError: if the images do not have the size ``image_size``.
         """
         return self.backbone(self.stem(F.pad(self.check(images), (self.border,) * 4)) + self.position)
 
@@ -185,8 +186,8 @@ class VisionTransformer(
             norm: whether to apply the final norm to the maps.
 
         Returns:
-            The final tokens, ``[B, N, dim]`` with N tokens per image, and the maps, ``[B, dim, H, W]`` each, with H rows and
-            W columns of tokens.
+            The final tokens, ``[B, N, dim]`` with N tokens per image, and the maps in the order of ``map_indices``,
+            ``[B, dim, H, W]`` each, with H rows and W columns of tokens.
         """
         outputs: dict[int, Tensor] = {}
         hooks = [self.layers[index].register_forward_hook(partial(_keep, outputs, index)) for index in map_indices]
@@ -252,7 +253,8 @@ class VisionTransformer(
             coarse: has no effect here; part of timm's interface.
 
         Returns:
-            Regular expressions of parameter names, under the keys ``"stem"`` and ``"blocks"``, in timm's format.
+            A dict in the format of timm's ``group_with_matcher``: the entries ``"stem"`` and ``"blocks"`` hold regular
+            expressions that match the names of parameters.
         """
         return {
             "stem": r"^stem|^position",

@@ -30,8 +30,8 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The map is divided into ``config.block_grid`` blocks along its two axes, regardless of its size. Blocks have different sizes
-    if the map cannot be divided evenly.
+    The map is divided into ``config.block_grid`` blocks along its two axes, regardless of its size; None stands for one block.
+    Blocks have different sizes if the map cannot be divided evenly.
 
     Args:
         dim: number of channels of the map.
@@ -159,25 +159,27 @@ class VLT(
         Preprocessing: (Preprocessing.as_dict, lambda options: Preprocessing(**options)),
     },
 ):
-    """Hierarchical vision transformer for classification: RAVLT (arXiv 2411.07635), or MHLA-VLT if the attention kind is mhla.
+    """Hierarchical vision transformer for classification, such as RAVLT (attention kind rala) or MHLA-VLT (kind mhla).
 
-    The model consists of a stem of four convolutions, several stages, a projection, mean pooling and the head. Each stage after
+    The model consists of a stem of four convolutions, several stages, a projection, pooling and the head. Each stage after
     the first halves the resolution. A block has a positional convolution, attention and a convolutional MLP.
 
-    MHLA-VLT (arXiv 2601.07832) is RAVLT with MHLA instead of RALA, the attention of RAVLT. The paper does not say which parts
-    of RALA the model keeps, so each part is an option of ``attention``. RAVLT uses ``lepe: 5``, ``rotary: true`` with
-    ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``, ``feature_map: elu``, and
-    ``key_weighting: true``.
+    MHLA-VLT (arXiv 2601.07832) is RAVLT (arXiv 2411.07635) with MHLA instead of RALA, the attention of RAVLT. The MHLA paper
+    does not say which parts of RALA its model keeps, so each part is an option of ``attention``. To keep all parts, set
+    ``lepe: 5``, ``rotary: true`` with ``normalize_before_rotary: true``, ``gate: true`` with ``gate_activation: identity``,
+    ``feature_map: elu``, and ``key_weighting: true``.
 
     Images may have any size that the stages can divide into tokens. The number of attention blocks and the shape of the mixing
     coefficients do not depend on this size. ``save_pretrained(folder)`` writes the model as safetensors and ``config.json``,
-    and ``VLT.from_pretrained(folder)`` loads it. The model also has the methods of timm's models.
+    and ``VLT.from_pretrained(folder)`` loads it. The model also implements the methods of timm's models.
 
     Args:
-        image_size: side of the square image, or height and width, in pixels.
+        image_size: side of the square images, or height and width, in pixels, for which the model is built. It also accepts
+            images of different sizes.
         num_classes: number of class scores; 0 for a model without a head.
         attention: configuration of the attention in the first ``stages.linear_stages`` stages, see
-            :class:`lightning_mhla.AttentionConfig`. Later stages use its options with softmax attention.
+            :class:`lightning_mhla.AttentionConfig`. Later stages use softmax attention with
+            the other options unchanged.
         stages: sizes of the stages, see :class:`StageConfig`.
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
@@ -188,7 +190,8 @@ class VLT(
         preprocessing: transform of images, for :meth:`predict`; None if unknown. Exported models contain it.
 
     Raises:
-        ValueError: if sizes do not fit together, for example if the stages cannot divide the image into tokens.
+        ValueError: if an option is out of range, or sizes do not fit together, for example if the stages cannot divide the
+            image into tokens.
     """
 
     def __init__(
@@ -280,8 +283,8 @@ class VLT(
             norm: has no effect here, since no norm follows a stage.
 
         Returns:
-            The map of the last stage that ran, and the requested maps, ``[B, C, h, w]`` each, with C channels and h x w
-            positions.
+            The map of the last stage that ran, and the requested maps in the order of ``map_indices``, ``[B, C, h, w]`` each,
+            with C channels and h x w positions.
         """
         x, outputs = self.stem(images), []
         for index, stage in enumerate(self.stages):
@@ -341,7 +344,8 @@ class VLT(
             coarse: whether to treat all blocks of a stage as one group.
 
         Returns:
-            Regular expressions of parameter names, under the keys ``"stem"`` and ``"blocks"``, in timm's format.
+            A dict in the format of timm's ``group_with_matcher``: the entries ``"stem"`` and ``"blocks"`` hold regular
+            expressions that match the names of parameters.
         """
         return {
             "stem": r"^stem",

@@ -49,7 +49,7 @@ def arguments() -> tuple[Tensor, ...]:
 def test_derivatives(form: str, name: str) -> None:
     leaves = [x.requires_grad_() for x in arguments()]
     assert torch.autograd.gradcheck(function(form, name), leaves)
-    assert torch.autograd.gradgradcheck(function(form, name), leaves, atol=1e-4)
+    assert torch.autograd.gradgradcheck(function(form, name), leaves, atol=1e-4, fast_mode=True)  # random directions
 
 
 def test_derivatives_of_dense_coefficients() -> None:

@@ -274,7 +274,7 @@ def test_second_derivatives_with_queries_for_the_sinks(sinks: int) -> None:
         return mhla_window_attention(q, *rest, mixing, block_size=SIZE, sinks=sinks, far=inputs[5], sink_q=own)
 
     learned = tuple(x.requires_grad_() for x in (inputs[0], own, inputs[1]))
-    assert torch.autograd.gradgradcheck(attend, learned, atol=1e-6)
+    assert torch.autograd.gradgradcheck(attend, learned, atol=1e-6, fast_mode=True)  # along random directions
 
 
 def test_queries_for_the_sinks_of_packed_and_hidden_tokens() -> None:

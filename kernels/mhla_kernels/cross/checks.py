@@ -179,7 +179,7 @@ def _check_blocks(mixing: Mixing, layout: TokenLayout, side: int, arguments: str
         arguments: names of the arguments that set the blocks, for the error message.
 
     Raises:
-        ValueError: if the numbers of blocks differ.
+        ValueError: if the coefficients are for a different number of blocks.
     """
     sizes = mixing.cross_blocks
     blocks = layout.blocks

@@ -35,7 +35,8 @@ def attend_cross(problem: CrossProblem, form: Form) -> Tensor:
 
     Args:
         problem: checked arguments, as :func:`mhla_kernels.cross.problem.prepare_cross` returns them.
-        form: ``"parallel"``, ``"chunked"`` or ``"reference"``.
+        form: ``"parallel"``, ``"chunked"`` or ``"reference"``. ``"parallel"`` is replaced by ``"chunked"`` for packed sequences
+            whose bounds cannot be read, and otherwise by ``"reference"`` for a symbolic number of tokens.
     """
     sequences = problem.layout.sequences
     if sequences is not None and all(a == b or c == d for (a, b), (c, d) in sequences):  # no query has a key
@@ -100,7 +101,7 @@ def _parallel(problem: CrossProblem) -> Tensor:
 
 
 def _chunked_in_parts(problem: CrossProblem) -> Tensor:
-    """Compute cross-attention in the chunked form, from one summary per block of keys.
+    """Compute cross-attention outputs ``[B, Nq, H, V]`` in the chunked form, from one summary per block of keys.
 
     On a CPU, a few batch rows or heads are processed at a time, so that their summaries fit into the cache.
     """

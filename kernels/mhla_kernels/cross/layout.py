@@ -82,7 +82,7 @@ class CrossPartition(NamedTuple):
 
     @property
     def together(self) -> Tensor | None:
-        """Mask ``[Mq, Mk]`` bool, True where both blocks belong to the same packed sequence; None without packing."""
+        """Mask ``[Mq, Mk]`` bool, True for a query block and a key block of the same packed sequence; None without packing."""
         queries, keys = self.queries.owner, self.keys.owner
         return None if queries is None or keys is None else queries[:, None] == keys
 

@@ -20,7 +20,8 @@ class KeySummaries(NamedTuple):
     """Sums over the keys and values of each block, or mixtures of these sums for blocks of queries.
 
     Attributes:
-        products: sums of ``k^T v``, ``[B, H, M, K, V]``, in float32, or in float64 if k or v is float64.
+        products: sums of ``k^T v``, ``[B, H, M, K, V]``, in float32, or in float64 if k or v is float64. M is Mk for sums over
+            key blocks, and Mq for mixtures.
         totals: sums of k, ``[B, H, M, K]``, in the same dtype.
     """
 

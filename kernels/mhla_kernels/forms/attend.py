@@ -35,7 +35,8 @@ def attend(problem: Problem, form: Form) -> Tensor:
 
     Args:
         problem: checked arguments.
-        form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here.
+        form: ``"parallel"``, ``"chunked"``, ``"spanning"`` or ``"reference"``. ``"auto"`` is not supported here. For a symbolic
+            number of tokens, ``"parallel"`` is replaced by ``"reference"``.
     """
     if form == "parallel" and not problem.layout.is_open:
         return _parallel(prepare(problem, features=False))
@@ -140,7 +141,7 @@ def attend_parts(
     numbers: int,
     run: Callable[[Tensor, Tensor, Tensor, Mixing], Tensor],
 ) -> Tensor | None:
-    """Compute attention for a few batch rows or heads at a time, so that each part holds at most 16 MiB, if possible.
+    """Compute attention for a few batch rows or heads at a time, so that the values held at once fit into 16 MiB, if possible.
 
     Args:
         tensors: q, k and v, ``[B, N, H, ...]``.

@@ -135,7 +135,7 @@ def cheapest_cross_form(
 ) -> Literal["parallel", "chunked"]:
     """Estimate the multiply-adds of each cross-attention algorithm, and return the name of the cheaper one.
 
-    The estimate uses the same constants as :func:`cheapest_form`. The cost of writing and reading a block summary in
+    The constants and the memory limit are those of :func:`cheapest_form`. The cost of writing and reading a block summary in
     self-attention is divided equally between a block of queries and a block of keys.
 
     Args:

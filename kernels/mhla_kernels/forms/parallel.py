@@ -88,10 +88,10 @@ def _has_tangent(x: Tensor) -> bool:
 
 
 class _InParts(torch.autograd.Function):
-    """Autograd function for :meth:`ParallelParts.in_parts`, which saves its arguments and outputs, but not the weights.
+    """Autograd function that makes :meth:`ParallelParts.in_parts` differentiable.
 
-    The backward pass computes the weights of the token pairs again. The forward pass returns a copy of the saved outputs, so
-    that callers may change their outputs in place.
+    The forward pass saves its arguments and outputs, and returns a copy of the outputs, which callers may change in place. It
+    does not save the weights of the token pairs, so the backward pass computes them again.
     """
 
     @staticmethod

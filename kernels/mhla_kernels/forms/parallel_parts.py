@@ -312,7 +312,7 @@ def _add_products(of_coefficients: Tensor, products: Tensor, of_weights: Tensor)
 
 
 def _sum_of_products(share: Tensor, out: Tensor) -> Tensor:
-    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN counts as zero.
+    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, with zero for products of zero and infinity or NaN.
 
     ``share`` is a gradient. Where it is zero, an overflowed output must not make other gradients NaN.
     """

@@ -25,8 +25,8 @@ def weights(
     """Compute the attention weights of N queries and J keys directly from their definition.
 
     The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
-    tokens of different packed sequences and, with causality, for later keys. Then each row is divided by its sum + eps, or is
-    multiplied by a scale, as ``weighting`` says.
+    tokens of different packed sequences and, in causal attention, for later keys. Then each row is divided by its sum + eps, or
+    is multiplied by a scale, depending on ``weighting``.
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.

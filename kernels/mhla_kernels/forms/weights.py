@@ -9,7 +9,7 @@ from mhla_kernels.problem import Causal
 
 
 def hide_later(scores_TT: Tensor, causal: Causal, block: Tensor | None = None, *, inplace: bool = False) -> Tensor:
-    """Set to zero the scores of keys that are later than the query, which the query must not attend to.
+    """Set to zero the scores of later keys that a query must not attend to, and return the scores.
 
     Hidden scores get gradients of zero. They may hold any value, infinity and NaN included.
 
@@ -48,10 +48,9 @@ def expand_pairs(mixing: Tensor, queries: TokenBlocks, keys: TokenBlocks) -> Ten
 
 
 def hide_pairs(x: Tensor, causal: Causal, queries: TokenBlocks, keys: TokenBlocks, *, inplace: bool = False) -> Tensor:
-    """Set to zero the entries of token pairs whose query must not attend to the key.
+    """Set to zero the entries of token pairs whose query must not attend to the key, and return the result.
 
-    These are pairs whose key is later than the query, as for :func:`hide_later`, and pairs of tokens from different packed
-    sequences.
+    These are the pairs that :func:`hide_later` hides, and pairs of tokens from different packed sequences.
 
     Args:
         x: values of pairs of N queries and J keys, ``[..., N, J]``.

@@ -271,8 +271,8 @@ class Mixing(ABC):
             rows: rows of the batch that ``summary`` belongs to: a slice of all rows, or a tensor of row indices.
             first: index of the first new block.
             summary: summaries of the new blocks in these rows, ``[rows, H, new blocks, W]``.
-            in_place: whether ``finished`` may be written to. Other generation states may share this tensor. They have fewer
-                blocks, and do not read the new ones.
+            in_place: whether ``finished`` may be written to. Other generation states that share this tensor have fewer blocks,
+                and do not read the new ones.
 
         Returns:
             Finished summaries that include the new blocks: ``finished`` itself if ``in_place``, otherwise a copy.
@@ -289,7 +289,8 @@ class Mixing(ABC):
         """Add up the summaries of all finished blocks, weighted for the block that is still receiving tokens.
 
         Args:
-            finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``; for classes with :attr:`running_sums`, R running
+                sums of them, ``[B, H, R, W]``.
             block: index of the block that is still receiving tokens.
 
         Returns:
@@ -302,7 +303,8 @@ class Mixing(ABC):
         """Compute for each new block the weighted sum of the summaries of finished blocks and of earlier new blocks.
 
         Args:
-            finished: summaries of finished blocks ``[B, H, capacity, W]``, or running sums of them ``[B, H, R, W]``.
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``; for classes with :attr:`running_sums`, R running
+                sums of them, ``[B, H, R, W]``.
             summary: summaries of the M new blocks, ``[B, H, M, W]``.
             first: index of the first new block.
 

@@ -42,7 +42,7 @@ def gather_shares(
 
 
 class _Gather(torch.autograd.Function):
-    """Autograd function that gathers tensors of the same shape from all processes of a group."""
+    """Autograd function that gathers tensors of the same shape from all processes of a group, concatenated along axis 0."""
 
     @staticmethod
     def forward(ctx: Any, share: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ Process p holds the complete blocks with indices from f_p up to, but not includi
 own blocks. The mixing coefficients m determine which data it gets from the other processes:
 
     dense m          every summary S_b, or every k and v where those are fewer bytes;
-    exponential m    for each of the R terms one sum from every process on its left, and one from its right:
+    exponential m    for each of the R terms one sum from each process on its left and on its right:
                      L_r = sum_{p' < p} e^{-lambda_r (f_p - l_p')} sum_{b in p'} e^{-lambda_r (l_p' - b)} S_b
                      whose part in block i is sum_r a_r e^{-lambda_r (i - f_p)} L_r; the same from the right.
 
@@ -63,8 +63,8 @@ def mhla_sequence_parallel(
     """Compute :func:`mhla_kernels.mhla_attention` for a sequence whose tokens are distributed over the processes of a group.
 
     Every process of the group calls this function with its own tokens, and gets their outputs. The tokens of process ``rank``
-    begin at ``share_tokens(...)[rank]``. The gradients of q, k and v are complete. The gradients of ``mixing`` must be summed
-    over the group, as for any weight that is applied to a process's own tokens.
+    begin at index ``share_tokens(...)[rank]`` of the sequence. The gradients of q, k and v are complete. The gradients of
+    ``mixing`` must be summed over the group, as for any weight that is applied to a process's own tokens.
 
     Args:
         q: queries of this process's n tokens, ``[B, n, H, Dk]``. With ``normalize``, nonnegative after the feature map.
@@ -153,7 +153,7 @@ def mhla_sequence_parallel(
 
 
 def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Raise ValueError unless q, k and v of this process have the same number of tokens and the key mask fits them."""
+    """Raise ValueError unless q, k and v have the same number of tokens n, and the key mask is None or ``[B, n]`` bool."""
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"

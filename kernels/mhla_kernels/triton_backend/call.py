@@ -116,7 +116,10 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call whose tokens form pairs with the tokens of this one: itself, or the other side's call in cross-attention."""
+        """Call with the second token of each token pair: this call itself or, in cross-attention, the call of the other side.
+
+        The sides of cross-attention are the queries and the keys.
+        """
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
 
@@ -190,7 +193,7 @@ class Call:
 
     @cached_property
     def mask_bytes(self) -> Tensor:
-        """The key mask as uint8; without a mask, a placeholder tensor that kernels do not read."""
+        """Key mask as uint8, ``[B, N]``; without a mask, a placeholder tensor that the kernels do not read."""
         return self.q if self.key_mask is None else self.key_mask.contiguous().view(torch.uint8)
 
     def span(self, tile: int) -> int:

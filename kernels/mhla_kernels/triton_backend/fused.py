@@ -77,7 +77,9 @@ def _coefficients(problem: Problem, form: str) -> tuple[str, list[Tensor]]:
         form: algorithm of attention: ``"parallel"``, ``"chunked"`` or ``"spanning"``.
 
     Returns:
-        Kind of kernels, ``"dense"`` or ``"exponential"``, and the float32 tensors, which include the scale of the outputs.
+        Kind of kernels, ``"dense"`` or ``"exponential"``, and the float32 tensors, which include the scale of the outputs. They
+        are one matrix for dense kernels, and amplitudes and decays for exponential ones. In the spanning form, they are the
+        four tensors of a :class:`mhla_kernels.mixing.span.Span`.
     """
     layout, causal, scale = problem.layout, bool(problem.weighting.causal), problem.weighting.scale
     mixing, factor = problem.mixing.to(torch.float32), 1.0 if scale is None else scale

@@ -54,6 +54,8 @@ def mix_kernel(
     ``TRANSPOSED``, the row) of each block b. In self-attention, both are the same table. ``summary`` is
     ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``, both float32. Grid:
     ``(B * H * tiles of blocks, parts of WIDTH)``.
+
+    ``INPUT``, the dtype of the tokens, decides the precision of the products (see :func:`multiply`).
     """
     part, tiles = tl.program_id(1), tl.cdiv(blocks, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)
@@ -139,7 +141,8 @@ def mixing_gradient_kernel(
     ``gradient`` (of the mixed summaries) is ``[B * H, blocks, WIDTH]`` float32, and ``summary`` is ``[B * H, column_blocks,
     WIDTH]`` float32. ``mixing_gradient`` is ``[parts, B * H, size, column_size]`` float32, where ``size`` and ``column_size``
     are the numbers of rows and columns of the matrix of coefficients; the caller sums the parts. Grid:
-    ``(B * H * tiles of i, tiles of b, parts of WIDTH)``.
+    ``(B * H * tiles of i, tiles of b, parts of WIDTH)``. ``INPUT``, the dtype of the tokens, decides the precision of the
+    products (see :func:`multiply`).
     """
     tiles = tl.cdiv(size, ROWS)
     tile, row = tl.program_id(0) % tiles, (tl.program_id(0) // tiles).to(tl.int64)

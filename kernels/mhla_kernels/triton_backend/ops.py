@@ -1,8 +1,9 @@
-"""Registration of attention as operators of torch, with fake kernels, autograd formulas and FLOP counts.
+"""Registration of attention as torch operators, with fake kernels, autograd formulas and FLOP counts.
 
 ``torch.ops.mhla.attention`` is registered here, and ``torch.ops.mhla.cross_attention`` in the same way by
-:mod:`mhla_kernels.triton_backend.cross.ops`. An operator takes plain tensors and numbers only, so that ``torch.compile``,
-``torch.export`` and activation checkpointing see one opaque call. Its schema is made from the named tuple of its arguments.
+:mod:`mhla_kernels.triton_backend.cross.ops`. An operator takes only tensors, numbers, strings and lists of them, so that
+``torch.compile``, ``torch.export`` and activation checkpointing see one opaque call. Its schema is made from the named tuple of
+its arguments.
 :func:`mhla_kernels.mhla_attention` checks the arguments first, and handles empty inputs without these operators.
 """
 
@@ -35,7 +36,7 @@ SCHEMA_TYPES: dict[Any, str] = {
 
 
 def make_schema(arguments: Any) -> str:
-    """Return the parameter list of the schema of an operator of torch, such as ``"Tensor q, Tensor k, bool causal"``.
+    """Return the parameter list of a torch operator's schema, such as ``"Tensor q, Tensor k, bool causal"``.
 
     Args:
         arguments: named tuple class whose fields become the parameters, in order, with their types and default values.

@@ -135,7 +135,10 @@ def load_tokens(base, rows, visible, columns, width, stride_n, stride_d, RELU: t
 
 @triton.jit
 def load_visible(mask_base, rows, end, HAS_MASK: tl.constexpr):
-    """Return a mask of the token indices ``rows``: True for tokens before ``end`` that the key mask does not hide."""
+    """Return a mask of the token indices ``rows``: True for tokens before ``end`` that no mask hides.
+
+    With ``HAS_MASK``, the mask at address ``mask_base`` hides the tokens for which it is 0.
+    """
     visible = rows < end
     if HAS_MASK:
         visible = visible & (tl.load(mask_base + rows, mask=visible, other=0) != 0)

@@ -90,7 +90,7 @@ def launch_rotary(
 
     Args:
         x: queries or keys, ``[B, N, H, D]``; with ``backward``, the gradient of the output.
-        raw: queries or keys, ``[B, N, H, D]``: the same tensor as ``x``, unless ``backward`` is set.
+        raw: input of the forward pass, queries or keys, ``[B, N, H, D]``; without ``backward``, the same tensor as ``x``.
         cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]`` float32, contiguous.
         sin: sine of the angles, in the same shape.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
@@ -199,8 +199,8 @@ def turn_fused(
 
     Args:
         x: queries or keys, ``[B, N, H, D]``, float32 or bfloat16.
-        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``.
-        sin: sine of the angles, in the same shape.
+        cos: cosine of the angles, ``[N, D / 2]`` or ``[B, N, D / 2]``, converted to float32.
+        sin: sine of the angles, in the same shape, also converted.
         relu: whether to apply the feature map ``relu(x) + 1e-6`` first.
         interleaved: whether features 2i and 2i + 1 are a pair, instead of i and i + D / 2.
         only_if_sound: whether to compare the kernel with PyTorch before its first use, and to fall back to PyTorch if it fails
@@ -224,9 +224,10 @@ def turn_fused(
 def sound_kernel(
     device_type: str, device_index: int | None, dtype: str, width: int, relu: bool, interleaved: bool
 ) -> str:
-    """Return the name of the rotary kernel for these options if it agrees with PyTorch, else an empty string.
+    """Return the name of the rotary kernel for these options; an empty string if it may not be used.
 
-    The first call compares the kernel with PyTorch on random tokens. Later calls use the stored result.
+    The first call compares the kernel with PyTorch on random tokens. Later calls use the stored result. A kernel that disagrees
+    with PyTorch, or that cannot be compared during the capture of a CUDA graph, may not be used.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

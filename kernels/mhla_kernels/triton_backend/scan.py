@@ -3,12 +3,13 @@
     S~_i = sum_r a_r e^{-lambda_r} P_r(i - 1),     P_r(i) = e^{-lambda_r} P_r(i - 1) + S_i
 
 Here S_i is the summary of block i, and S~_i is the mixture that block i reads. The gradient of the summaries consists of the
-same sums from the last block to the first. Let R_i be the gradient of S~_i. The gradients of amplitudes a and decays lambda
+same sums from the last block to the first. Let G_i be the gradient of S~_i. The gradients of amplitudes a and decays lambda
 also use Q_r(i) = e^{-lambda_r} (Q_r(i - 1) + P_r(i - 1)), which is the sum of (i - b) e^{-lambda_r (i - b)} S_b over earlier b:
 
-    da_r = sum_i <R_i, e^{-lambda_r} P_r(i - 1)>,     dlambda_r = -a_r sum_i <R_i, Q_r(i)>
+    da_r = sum_i <G_i, e^{-lambda_r} P_r(i - 1)>,     dlambda_r = -a_r sum_i <G_i, Q_r(i)>
 
-In block-causal attention, the kernels mix the block itself too: ``S~_i`` and ``da_r`` have P_r(i) for e^{-lambda_r} P_r(i - 1).
+In block-causal attention, block i also reads its own summary: the formulas for S~_i and da_r then contain P_r(i) instead of
+e^{-lambda_r} P_r(i - 1).
 """
 
 from __future__ import annotations

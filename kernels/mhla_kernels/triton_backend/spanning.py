@@ -1,10 +1,13 @@
-"""Forward and backward pass of attention with Triton in the spanning form, which connects groups of blocks by running sums.
+"""Forward and backward passes of attention with Triton in the spanning form, which connects groups of blocks by running sums.
 
 This form is for exponential coefficients. A group of consecutive blocks is called a chunk. It has one summary for each running
 sum. Each query is compared directly with the keys of its own chunk, and each score is multiplied by the mixing coefficient of
-the two blocks. The backward pass is the forward pass with queries in place of keys, reading weights in place of writing
-weights, and time reversed. Let X be the sums that chunks read, and Y the gradients of the sums that they write. Then the
-gradient of ``e^-decay`` of a running sum is ``sum_c <X_c, Y_c>`` over the chunks c.
+the two blocks. Keys of other chunks reach the query through the running sums. Each key enters a sum with a writing weight, and
+each query reads it with a reading weight.
+
+The backward pass has the same structure, with queries in place of keys, reading weights in place of writing weights, and time
+reversed. Let X_c be a running sum that chunk c reads, and Y_c the gradient of the same sum after chunk c is added. Then the
+gradient of the factor ``e^-decay`` of this sum is ``sum_c <X_c, Y_c>``.
 """
 
 from __future__ import annotations
@@ -49,8 +52,8 @@ def carry_kernel(
     exchanges the two directions. A running sum decays by ``e^-decay`` per chunk.
 
     ``sums`` is ``[B * H, TERMS, blocks, WIDTH]`` float32, changed in place; ``blocks`` is the number of chunks. ``decay`` is
-    ``[H or 1, TERMS]``. ``table`` states for each chunk where its sequence begins and ends. A program handles ``COLUMNS``
-    numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS),)``.
+    ``[H or 1, TERMS]`` float32. ``table`` gives the bounds of each chunk's sequence. A program handles ``COLUMNS`` of the
+    ``WIDTH`` numbers of a summary. Grid: ``(B * H * TERMS * ceil(WIDTH / COLUMNS),)``.
     """
     parts = tl.cdiv(WIDTH, COLUMNS)
     part, series = tl.program_id(0) % parts, (tl.program_id(0) // parts).to(tl.int64)
@@ -125,8 +128,8 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tu
 
     Returns:
         Two lists. The first holds the gradients of q, k and v, None for each one that is not wanted. The second holds the
-        gradients ``[B * H, ...]`` of the four tensors of a :class:`mhla_kernels.mixing.span.Span`; it is empty if they are not
-        wanted.
+        gradients of the coefficients, the four tensors of a :class:`mhla_kernels.mixing.span.Span`, for each batch row and head
+        (``[B * H, ...]``). It is empty if these gradients are not wanted.
     """
     of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, call.k, call.v

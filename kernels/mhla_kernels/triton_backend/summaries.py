@@ -185,9 +185,9 @@ def summarize(
 
     Returns:
         Summaries of the M blocks, ``[B * H, M, K * V + K]`` float32. In the spanning form, T summaries for each of M chunks,
-        ``[B * H * T, M, K * V + K]``. If the call is causal and its blocks are divided into pieces, the second result holds,
-        for each piece, the summary of the earlier pieces of its block, or of the later ones with ``reverse``,
-        ``[B * H, M * pieces, K * V + K]``. Otherwise it is None.
+        ``[B * H * T, M, K * V + K]``. If the call is causal but not block-causal, and its blocks are divided into pieces, the
+        second result holds, for each piece, the summary of the earlier pieces of its block, or of the later ones with
+        ``reverse``, ``[B * H, M * pieces, K * V + K]``. Otherwise it is None.
     """
     pieces, piece_size = call.pieces
     blocks, width = call.tables.blocks, call.summary_width

@@ -33,7 +33,7 @@ class BlockTables:
         table: ``[7, M]`` int32 with a column for each block. Its rows are: first token of the block, token after its last one,
             row of the block in the mixing matrix, first block of its sequence, block after the last one of its sequence, first
             token of its sequence, token after the last one of its sequence.
-        sequences: first block and number of blocks of each sequence, ``[2, S]`` int32.
+        sequences: first block and number of blocks of each of S sequences, ``[2, S]`` int32.
     """
 
     layout: TokenLayout

@@ -158,7 +158,7 @@ def try_kernels(kind: Kind, device: torch.device) -> str:
     """Compare the Triton kernels for one kind of attention call with PyTorch in float64, on small random problems.
 
     If the coefficients are a matrix, there is one problem for each number of blocks in :func:`block_counts`, otherwise a single
-    problem. Outputs and all gradients are compared, see :func:`compare_passes`.
+    problem. Outputs and all gradients are compared (see :func:`compare_passes`).
 
     Args:
         kind: properties of the calls that use these kernels.
@@ -182,7 +182,7 @@ def compare_problem(problem: Any, operator: Callable[..., Tensor], reference: Ca
 
     Args:
         problem: arguments of the operator, a named tuple such as :class:`Arguments`.
-        operator: registered operator that runs the kernels.
+        operator: registered operator that runs the kernels. It takes the fields of the named tuple as arguments.
         reference: function that computes the same outputs in PyTorch, from the named tuple and a dtype for the computation.
 
     Returns:
@@ -216,14 +216,14 @@ def random_numbers(device: torch.device) -> Callable[..., Tensor]:
 def trial_layout(blocks: int, size: int, name: str, device: torch.device) -> TokenLayout:
     """Create the partition of a trial's tokens into blocks of at most ``size`` tokens.
 
-    If ``size`` is at least 3, one block is shorter than the others, so that kernels are also tried on such a block.
+    If ``size`` is at least 3, at least one block has fewer tokens, so that kernels are also tried on such a block.
 
     Args:
         blocks: number of blocks in a sequence.
         size: tokens in the largest block.
-        name: ``"equal"`` for a partition that one block size describes, whose last block is the short one; ``"uneven"`` for
-            one that block bounds describe, whose first block is short; ``"packed"`` for two packed sequences with one block
-            size, the second sequence one token shorter than the first.
+        name: ``"equal"`` for a partition that one block size describes, in which only the last block may be short; ``"uneven"``
+            for one that block bounds describe, in which the first and the last block may be short; ``"packed"`` for two packed
+            sequences with one block size, the second sequence one token shorter than the first.
         device: device of the bounds of packed sequences.
     """
     tokens = blocks * size - size // 3
@@ -268,7 +268,7 @@ def compare_passes(tensors: dict[str, Tensor], kernel: Callable[..., Tensor], re
 
 
 def _differentiate(run: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the outputs of a function and the gradients of its inputs, for a gradient of the outputs from a fixed seed."""
+    """Return the output of a function, followed by the gradients of its inputs for a random but fixed output gradient."""
     leaves = [x.detach().requires_grad_() for x in tensors]
     out = run(*leaves)
     generator = torch.Generator(out.device).manual_seed(1)

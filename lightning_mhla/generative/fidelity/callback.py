@@ -67,8 +67,8 @@ class GenerationMetrics(SampleGrid):
         reference: real images to compare with. train and validate select at most 50,000 images, evenly spaced, from that part
             of the data. Any other value is the path of a folder of images, or of an .npz file in the format of ADM's evaluator.
         features: network whose features are compared; null for Inception-v3.
-        sampling: sampler options, as the model's dataclass or as a mapping of those that differ from the model's default
-            options; null for the default options.
+        sampling: sampler options, as an instance of the model's dataclass, or as a mapping with the options that differ from
+            the model's defaults; null for the defaults.
         every_n_steps: number of optimizer steps between two evaluations; null for no evaluations during training.
         at_end: whether to evaluate the final weights.
         batch_size: number of samples that each process generates at once.

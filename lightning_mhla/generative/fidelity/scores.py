@@ -71,7 +71,7 @@ class ImageSet:
 
     Attributes:
         origin: description of the set for messages, such as its path.
-        digest: hash of the images or the statistics.
+        digest: hash of the images or the statistics; empty for generated images.
         count: number of images from which the statistics are computed; None if the statistics were read from a file, which does
             not state the number.
         pooled: features ``[n, D]`` for FID, KID, precision and recall; None if only statistics are known.
@@ -139,7 +139,7 @@ def assemble(origin: str, digest: str, parts: Sequence[Features]) -> ImageSet:
 
     Args:
         origin: description of the set for messages, such as its path.
-        digest: hash of the images.
+        digest: hash of the images; empty for generated images.
         parts: features of each batch.
 
     Raises:
@@ -157,8 +157,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
     """Compute the features of images in a folder or an ``.npz`` file, or read the statistics of features from the file.
 
     Args:
-        path: path of a folder of images, or of an ``.npz`` file in the format of ADM's evaluator with one or both of the
-            following:
+        path: path of a folder of images, or of an ``.npz`` file in the format of ADM's evaluator. The file contains one
+            or both of the following. With both, FID and sFID are computed from the statistics.
 
             - Images: ``arr_0``, ``[N, S, S, 3]``, or ``[N, S, S, 1]`` for gray images, uint8.
             - Statistics: ``mu`` and ``sigma``, and for sFID ``mu_s`` and ``sigma_s``. They must have been computed with the
@@ -254,7 +254,7 @@ class Scores:
     """Metrics of generated images compared with real images, and remarks about the metrics.
 
     Attributes:
-        values: values of the metrics by name.
+        values: values of the metrics by name, such as ``fid``.
         marks: remarks, for example that there are too few samples for a reliable value.
     """
 

@@ -23,8 +23,8 @@ class DrawnSamples(PeriodicEvaluation):
     """Base class of callbacks that draw a sample for each prompt during training, and then write or score the samples.
 
     Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
-    The sample for a prompt starts from the same noise in every evaluation, so only changes of the weights change the sample. A
-    subclass implements :meth:`keep`, which writes or scores the samples.
+    The sample for a prompt starts from the same noise in every evaluation, so the sample changes only if the weights
+    change. A subclass implements :meth:`keep`, which writes or scores the samples.
 
     Args:
         prompts: texts to draw samples for, one sample each.
@@ -51,7 +51,7 @@ class DrawnSamples(PeriodicEvaluation):
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:
         """Write or score the samples of one evaluation.
 
-        The method runs on the first process only, so it must not call collectives.
+        The method runs on the first process only, so it must not call collective operations.
 
         Args:
             trainer: Lightning trainer that runs the callback.
@@ -65,7 +65,7 @@ class DrawnSamples(PeriodicEvaluation):
         """Load the text encoder and the autoencoder of a module, and check that the module can draw samples.
 
         Raises:
-            ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.
+            ValueError: if an autoencoder is required but not configured, or the module's sampler options are not supported.
             FileNotFoundError: if the text encoder or the autoencoder does not exist.
         """
         module.check_drawable()

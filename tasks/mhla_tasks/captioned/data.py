@@ -45,7 +45,7 @@ class CaptionedData(ResumableDataModule):
         return None
 
     def samples(self, stage: str) -> SampleSource:
-        """Return the map-style data set for a stage.
+        """Return the samples for a stage as a map-style data set of dicts.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.

@@ -99,7 +99,7 @@ def read_empty_caption(sets: ShardSets, command: str) -> Tensor:
 
     Raises:
         FileNotFoundError: if the file is missing.
-        ValueError: if the file does not contain a NumPy array.
+        ValueError: if the file is too large, or does not contain a NumPy array of numbers.
     """
     path = empty_caption_file(sets.find("train")[0])
     if not path.is_file():
@@ -121,7 +121,7 @@ class EncodedSamples:
     Args:
         reader: reader of the shards.
         text_length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
-        axes: number of axes of a latent, including channels: 3 for images, 4 for videos.
+        axes: number of axes of a latent, including the channel axis: 3 for images, 4 for videos.
         command: command that writes such shards, named in error messages.
 
     Attributes:
@@ -161,8 +161,8 @@ class EncodedSamples:
             embeddings with D features; and the given ``index``.
 
         Raises:
-            BrokenSampleError: if the latent or the embeddings are missing, are not arrays of numbers, or have a different shape
-                than those of other samples.
+            BrokenSampleError: if the latent or the embeddings are missing or are not arrays of numbers, if the latent has a
+                different shape than others in its group, or if the embeddings have a different width than others.
         """
         latent, tokens = self._latent(index), self._tokens(index, self._embedding(index))
         end = self._ends[self._group(index)]
@@ -250,7 +250,7 @@ def open_source(
         target: path of the folder to which encoded samples will be written.
         kind: name of the sample entry that holds the pixels: ``image`` or ``video``.
         extensions: extensions of the image or video files, without dots.
-        caption_key: key of the caption in JSON files.
+        caption_key: key of the caption in the JSON files that belong to images or videos.
         make_samples: function that builds the map-style data set of pixels from the opened files.
 
     Returns:

@@ -78,8 +78,9 @@ def build_transformer(
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
         attention: options of the new attention.
-        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
-            length, as for :func:`lightning_mhla.swap_attention`; None to replace the attention of all layers.
+        layer_kinds: pattern that repeats over all layers, as for :func:`lightning_mhla.swap_attention`. An entry is an
+            attention kind, ``"replace"`` for the kind of ``attention``, or ``"keep"`` for the original attention. The number of
+            layers must be a multiple of the pattern's length. None to replace the attention of all layers.
         cross_attention: options of the new cross-attention of all layers; None to keep the original.
 
     Returns:
@@ -102,8 +103,8 @@ def read_transformer(path: str, host: Host, shape: Any) -> Any:
     """Build a transformer with its original attention and load pretrained weights into it.
 
     Args:
-        path: source of the weights: a training checkpoint, a weights file, a folder that ``save_pretrained`` wrote, or a name
-            on the Hugging Face Hub.
+        path: source of the weights: a run folder, a training checkpoint, a weights file, a folder that ``save_pretrained``
+            wrote, or a name on the Hugging Face Hub; see :func:`read_weights`.
         host: description of the transformer class.
         shape: dataclass instance with the options of the transformer.
 
@@ -112,7 +113,7 @@ def read_transformer(path: str, host: Host, shape: Any) -> Any:
 
     Raises:
         FileNotFoundError: if there is nothing at the path.
-        ValueError: if the weights do not fit the transformer.
+        ValueError: if the source cannot be read safely, or the weights do not fit the transformer.
     """
     model = host.transformer(**asdict(shape))
     load_weights(model, path, host)
@@ -125,7 +126,8 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     Args:
         path: source of the weights, one of these:
 
-            * training checkpoint; its averaged weights are read if it has them;
+            * training checkpoint, or run folder, whose latest complete checkpoint is read; its averaged
+              weights are read if it has them;
             * ``.pt``, ``.pth`` or ``.safetensors`` file with the names of diffusers or of the original release;
             * folder that ``save_pretrained`` of a transformer or a pipeline wrote;
             * name on the Hugging Face Hub.
@@ -170,8 +172,8 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
     Args:
         model: transformer of the class that ``host`` describes, changed in place.
-        path: source of the weights: a training checkpoint, a weights file, a folder that ``save_pretrained`` wrote, or a name
-            on the Hugging Face Hub.
+        path: source of the weights: a run folder, a training checkpoint, a weights file, a folder that ``save_pretrained``
+            wrote, or a name on the Hugging Face Hub; see :func:`read_weights`.
         host: description of the transformer class.
 
     Raises:
@@ -232,7 +234,7 @@ def _blocks_of(path: str) -> tuple[tuple[int, ...] | None, tuple[int, ...] | Non
 
 
 def _inside_adapter(name: str, state: Mapping[str, Tensor]) -> str:
-    """Return the key of a weight in ``state``: its name, with ``.base_layer`` inserted if LoRA wraps the weight's layer."""
+    """Return the key of a weight in ``state``: ``name``, with ``.base_layer`` inserted if LoRA wraps the weight's layer."""
     parent, _, leaf = name.rpartition(".")
     adapted = f"{parent}.base_layer.{leaf}"
     return adapted if adapted in state else name

@@ -57,8 +57,8 @@ class CaptionedDiffusion(GenerativeModule):
         lora: rank, alpha and dropout of the low-rank adapters.
         distillation: options of distillation from the same transformer with its original attention.
         sampling: sampler options of the predict command and of callbacks.
-        pretrained: source of the initial weights: a training checkpoint, a weights file, a folder that save_pretrained wrote,
-            or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
+        pretrained: source of the initial weights: a run folder (its latest checkpoint), a training checkpoint, a weights file,
+            a folder that save_pretrained wrote, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
         output: folder for the samples that the predict command draws; samples that exist there are not drawn again. null for
             the log folder.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
@@ -185,7 +185,7 @@ class CaptionedDiffusion(GenerativeModule):
         """Load the text encoder and the autoencoder, and check that samples can be drawn.
 
         Args:
-            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
+            sampling: sampler options, an instance of :attr:`sampling_options`; None to use the module's own options.
 
         Raises:
             ValueError: if an autoencoder is required but not configured, or the sample size, the guidance or the number of
@@ -211,7 +211,7 @@ class CaptionedDiffusion(GenerativeModule):
         """Check that training drops some captions if the sampler options use guidance, which also predicts without captions.
 
         Args:
-            sampling: sampler options, an instance of ``sampling_options``.
+            sampling: sampler options, an instance of :attr:`sampling_options`.
 
         Raises:
             ValueError: if guidance is used, but ``flow.caption_dropout`` is 0.
@@ -228,7 +228,7 @@ class CaptionedDiffusion(GenerativeModule):
             prompts: prompt of each of the B samples.
             indices: index of each sample, which determines its noise.
             seed: random seed, the same for all samples.
-            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
+            sampling: sampler options, an instance of :attr:`sampling_options`; None to use the module's own options.
 
         Returns:
             Images ``[B, C, H, W]`` or clips ``[B, F, C, H, W]`` with F frames, uint8.
@@ -279,10 +279,10 @@ class CaptionedDiffusion(GenerativeModule):
         return {option: path for option, path in models.items() if path is not None}
 
     def on_fit_start(self) -> None:
-        """Load the teacher, check the embedded captions of the data, and embed the empty caption.
+        """Load the teacher, check the embedded captions of the data, and read or compute the embedding of the empty caption.
 
-        The teacher is loaded only if distillation is configured, and the empty caption is embedded only if training drops
-        captions.
+        The teacher is loaded only if distillation is configured, and the embedding of the empty caption is needed only if
+        training drops captions.
 
         Raises:
             ValueError: if the captions in the data were embedded in a different way than the model embeds prompts.
@@ -305,11 +305,11 @@ class CaptionedDiffusion(GenerativeModule):
             self.codec.rest()
 
     def _check_encoded_captions(self) -> None:
-        """Check that the captions in the data were embedded in the same way as the model embeds prompts.
+        """Check that captions in the data, if already embedded, were embedded in the same way as the model embeds prompts.
 
         Raises:
-            ValueError: if the number of tokens or the instruction inserted before captions differs, or the model does not have
-                a text encoder.
+            ValueError: if captions in the data are embedded, and the number of tokens or the instruction inserted before
+                captions differs, or the model has no text encoder.
         """
         length = getattr(self.trainer.datamodule, "text_length", None)  # type: ignore[attr-defined]
         if length is None:
@@ -481,10 +481,10 @@ class CaptionedDiffusion(GenerativeModule):
 
     @override
     def sample_losses(self, batch: dict[str, Any], generators: list[torch.Generator]) -> Tensor:
-        """Compute the flow matching loss of each sample in a batch of B samples, at random timesteps.
+        """Compute the flow matching loss of each sample in a batch, at random timesteps.
 
         Args:
-            batch: batch with samples or latents, and captions.
+            batch: batch of B samples in the form that :meth:`training_step` accepts.
             generators: a random generator for each sample, which draws its timestep and its noise.
 
         Returns:

@@ -41,8 +41,8 @@ class PromptRequest:
             and MJHQ-30K (.json) and the folder of DPG-Bench (.txt files) are also accepted. File names of samples begin with
             the name of the prompt. A prompt without a name is used as its own name.
         per_prompt: number of samples for each prompt; VBench expects 5, GenEval and DPG-Bench 4.
-        seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
-            noise.
+        seed: random seed for the noise that sampling starts from; with the same seed, the sample with index i always
+            starts from the same noise.
 
     Raises:
         ValueError: if ``per_prompt`` is below 1, or ``seed`` is out of range.
@@ -166,7 +166,7 @@ class SampleFolder(Callback):
         return {"height": pixels.shape[-2], "width": pixels.shape[-1]}
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Create the folder of samples, and check that existing samples in it were drawn with the same weights and options.
+        """Create the folder of samples, and check that samples in it were drawn with the current weights and options.
 
         Raises:
             ValueError: if the weights or the options differ.
@@ -293,13 +293,13 @@ class SampleFolder(Callback):
 
 
 def _same_file(recorded: Mapping[str, Any], weights: str) -> bool:
-    """Return whether the current weights are in the file named by a record that an earlier version of this program wrote.
+    """Return whether existing samples were drawn with the current weights, according to a record of an earlier version.
 
-    Such a record identifies the weights by path and modification time instead of a hash.
+    Earlier versions of this program identified weights by path and modification time instead of a hash.
 
     Args:
-        recorded: record with ``weights``, the path, and ``written``, the modification time in nanoseconds, which is None if
-            the path is not a checkpoint.
+        recorded: record with ``weights``, the path of the weights, and ``written``, their modification time in nanoseconds,
+            which is None if the path is not a checkpoint.
         weights: path of the current weights.
     """
     path = Path(weights)

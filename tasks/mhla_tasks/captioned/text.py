@@ -73,7 +73,7 @@ class CaptionEncoder:
 
     @property
     def width(self) -> int:
-        """Width of the token embeddings."""
+        """Width of the token embeddings. If no width was required, it is known only after the text encoder is loaded."""
         assert self._width is not None, "the encoder is not loaded yet"
         return self._width
 
@@ -150,7 +150,7 @@ class TransformersText(CaptionEncoder):
     def tokens(self, caption: str, device: torch.device, instructed: bool = True) -> Tensor:
         """Embed the tokens of one caption, without padding.
 
-        The text is cleaned first: for UMT5 as in diffusers' Wan pipeline, otherwise as in diffusers' SANA pipeline.
+        The caption is cleaned first: for UMT5 as in diffusers' Wan pipeline, otherwise as in diffusers' SANA pipeline.
 
         Args:
             caption: caption to encode.

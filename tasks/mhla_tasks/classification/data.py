@@ -140,8 +140,9 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         seed: random seed for the order of the samples and for augmentation; null for the seed of seed_everything.
         shards: options for reading shards and for caching downloaded ones.
         predict_dir: folder of images that the predict command classifies; null if the command is not used.
-        mean: values to subtract from pixels in [0, 1], one for each color. The default is that of ImageNet.
-        std: values by which pixels are divided after the subtraction, one for each color. The default is that of ImageNet.
+        mean: values to subtract from pixels in [0, 1], one for each color. The default values are those of ImageNet.
+        std: values by which pixels are divided after the subtraction, one for each color. The default values are those of
+            ImageNet.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ class LinearizedImageEncoder(LinearizedEncoder):
 
     Args:
         pretrained: encoder to start from: a folder that transformers or timm saved, a name on the Hugging Face Hub,
-            timm:ARCHITECTURE or timm:OWNER/NAME for a timm encoder, or a checkpoint or run folder of this class. The weights
-            are not read if --ckpt_path supplies them.
+            timm:ARCHITECTURE or timm:OWNER/NAME for a timm encoder, or a checkpoint or run folder (its latest checkpoint) of
+            this class. The weights are not read if --ckpt_path supplies them.
         attention: options of the new attention.
         layer_kinds: list with an entry "keep" or "replace" for each layer; a shorter list is repeated. "keep" leaves a layer
             unchanged; "replace" gives it attention of the kind attention.kind. null replaces the attention of all layers.

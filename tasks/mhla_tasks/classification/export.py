@@ -67,7 +67,7 @@ def _is_timm(module: Classifier | LinearizedImageEncoder) -> bool:
 
 
 def _data_config(preprocessing: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Convert preprocessing options to the data configuration of a timm model; return None if they are not known."""
+    """Convert preprocessing options to the data configuration of a timm model; return None if ``preprocessing`` is None."""
     if preprocessing is None:
         return None
     crop = {"crop_pct": preprocessing["crop_share"], "crop_mode": "center", "interpolation": "bicubic"}

@@ -26,7 +26,7 @@ class VisionShape:
     """Shape of a vision transformer: depth, widths, patches and padding.
 
     Args:
-        dim: width of the tokens. dim, depth and heads are required if the model's option size is null.
+        dim: width of the tokens. dim, depth and heads are required if the model's option size is null, otherwise null.
         depth: number of blocks.
         heads: number of attention heads.
         patch_size: side of a square patch, in pixels.
@@ -70,9 +70,9 @@ class ImageClassifier(Classifier):
         mixup: options of mixup and cutmix, which mix images and labels; both are off by default.
         class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
             there are none, the label numbers.
-        pretrained: path of the initial weights: a run folder, a checkpoint or an exported folder, whose resolution and classes
-            may differ. A VLT also accepts the weights file (.pth) that the authors of RAVLT published. The option is ignored if
-            --ckpt_path supplies the weights.
+        pretrained: path of the initial weights: a run folder (its latest checkpoint), a checkpoint or an exported folder. The
+            resolution and the classes may differ. A VLT also accepts the weights file (.pth) that the authors of RAVLT
+            published. The option is ignored if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:

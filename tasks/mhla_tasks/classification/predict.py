@@ -28,8 +28,8 @@ class PredictionTable(Callback):
     The table has one row for each image file, in the order of the files, regardless of the number of processes. The row of a
     file that cannot be read or decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line
     breaks are written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet
-    would interpret as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes of the same name, such as the two
-    cranes of ImageNet, have their labels after their names, as in ``crane (134)``.
+    would interpret as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes with the same name, such as
+    the two cranes of ImageNet, have their labels after their names, as in ``crane (134)``.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class PredictionTable(Callback):
         Args:
             trainer: trainer that runs the predict command.
             pl_module: classifier.
-            outputs: dict with ``index`` ``[n]`` and ``probability`` ``[n, classes]`` of the n images.
+            outputs: dict with ``index`` ``[n]`` and ``probability`` ``[n, classes]`` of the n images that were classified.
         """
         self._rows += zip(outputs["index"].tolist(), outputs["probability"].float().tolist(), strict=True)
 

@@ -1,4 +1,4 @@
-"""Callback that records the results of each class in validation, for the report of a run."""
+"""Callback that records validation results of each class, for the report of a run."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class ClassResults(Callback):
     """Callback that writes the confusion matrix and the worst mistakes of each validation during training to ``classes.json``.
 
     The file is in the folder of the run, and ``report.html`` shows its content. Each validation replaces the file. Each image
-    is counted once, regardless of the number of processes. The worst mistakes are the wrongly classified images whose true
-    class got the lowest probability.
+    is counted once, regardless of the number of processes. The worst mistakes are the wrongly classified images, at most
+    12, whose true class got the lowest probability.
     """
 
     def __init__(self) -> None:
@@ -55,14 +55,15 @@ class ClassResults(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Count the pairs of true and predicted class in a batch, and keep its worst mistakes.
+        """Count the pairs of true and predicted class in a batch, and keep the worst mistakes of the validation so far.
 
         Args:
             trainer: trainer of the run.
             pl_module: classifier.
             outputs: dict with the entry ``scores``, the class scores of all images in the batch, ``[B, classes]``.
-            batch: batch with ``image`` ``[B, C, S, S]``, ``label`` ``[B]`` int64 and ``valid`` ``[B]`` bool, False for padding
-                and images that cannot be decoded. The entry ``index`` ``[B]`` is needed for the names of the images.
+            batch: batch with ``image`` ``[B, channels, image_size, image_size]``, ``label`` ``[B]`` int64, and ``valid``
+                ``[B]`` bool, False for padding and images that cannot be decoded. The entry ``index`` ``[B]`` is needed for the
+                names of the images.
             batch_idx: index of the batch.
             dataloader_idx: index of the validation loader.
         """
@@ -130,8 +131,8 @@ def encoded_picture(image: Tensor, data: Any) -> str:
     Args:
         image: input ``[C, H, W]``. One channel gives a gray picture, and three channels give a color picture; with any other
             number, the mean of the channels is shown.
-        data: data module. If its attribute ``preprocessing`` fits the channels, the normalization by mean and standard
-            deviation is undone; otherwise the values of the image are stretched to the full range.
+        data: data module. If its attribute ``preprocessing`` has one mean, or one for each channel shown, the normalization by
+            mean and standard deviation is undone; otherwise the values of the image are stretched to the full range.
     """
     image = image.detach().float().cpu()
     if len(image) not in (1, 3):

@@ -58,13 +58,13 @@ class TimmClassifier(Classifier):
         class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
             there are none, the label numbers.
         pretrained: initial weights. The value "timm" selects the weights that timm publishes. Otherwise, it is the path of a
-            checkpoint or a run of this class, or of a folder that timm or lightning export wrote. The option is ignored if
-            --ckpt_path supplies the weights.
+            checkpoint or run folder (its latest checkpoint) of this class, or of a folder that timm or lightning export wrote.
+            The option is ignored if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if timm cannot build the model, its attention cannot be replaced, or other options are set that require
-            ``attention``.
+        ValueError: if timm cannot build the model, its attention cannot be replaced, or options that require ``attention`` are
+            set without it.
     """
 
     output_names: tuple[str, ...] = ("head", "fc_norm", "norm", "attn_pool")
@@ -113,7 +113,7 @@ class TimmClassifier(Classifier):
             )
 
     def build(self, published: bool = False) -> Any:
-        """Build the timm model with its original attention.
+        """Build the model that the option ``model`` names, with its original attention.
 
         Args:
             published: whether to load the pretrained weights that timm publishes; false for random weights.
@@ -122,7 +122,7 @@ class TimmClassifier(Classifier):
             The timm model.
 
         Raises:
-            ValueError: if timm does not have a model of this name, or the model does not accept the options.
+            ValueError: if timm does not have a model of this name, or the model does not accept the configured options.
         """
         import timm  # imports all of its models
 
@@ -148,10 +148,11 @@ class TimmClassifier(Classifier):
         give_weights(self.network, self._weights(pretrained), pretrained)
 
     def read_teacher(self, path: str) -> Any:
-        """Build the timm model with its original attention, and load weights into it.
+        """Build the model that the option ``model`` names, with its original attention, and load weights into it.
 
         Args:
-            path: path of a run folder, a checkpoint or an exported folder; or ``timm`` for the weights that timm publishes.
+            path: path of a run folder (its latest checkpoint), a checkpoint or an exported folder; or ``timm`` for the weights
+                that timm publishes.
 
         Returns:
             The timm model.

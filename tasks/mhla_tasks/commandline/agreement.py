@@ -17,13 +17,14 @@ log = logging.getLogger(__name__)
 def agree(options: Any, sources: Sequence[Source]) -> None:
     """Give the model and the data module the same value for options that must agree, such as ``num_classes``.
 
-    If the values differ, the one with the higher priority is used for both. Command-line options have priority over
-    configuration files, and later files over earlier ones. If neither value was set, that of the model is used. The option
-    ``context`` may keep a smaller value in the data module than in the model if both values were set. If the data module can
-    count the classes in its training data, their number is used as ``num_classes``.
+    If one of the two values is None, the other is used for both. If they differ, the one with the higher priority is used for
+    both. Command-line options have priority over configuration files, and later files over earlier ones. If no source sets
+    either value, that of the model is used. If both are set, ``context`` (the number of tokens in a sequence) may be smaller in
+    the data module than in the model. If ``num_classes`` of the data module is None, and the data module can count the classes
+    in its training data, their number is used for both.
 
     Args:
-        options: parsed options of the command, changed in place.
+        options: parsed options of the command (a jsonargparse Namespace), changed in place.
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
@@ -81,7 +82,7 @@ def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Sou
     if the data module cannot count classes.
 
     Args:
-        options: parsed options of the command.
+        options: parsed options of the command (a jsonargparse Namespace).
         parts: constructor arguments under the keys ``model`` and ``data``, changed in place.
         sources: configuration files and command-line options, from lowest to highest priority.
 

@@ -81,7 +81,7 @@ def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLi
     """Parse command-line arguments into a command and its options.
 
     The value of an option follows an equals sign. Without an equals sign, the next argument is the value unless it is an
-    option. ``--help`` and ``--print_config`` never take the next argument as their value.
+    option. ``--help`` and ``--print_config`` never take the next argument as their value; ``--sweep_sbatch`` always does.
 
     Args:
         arguments: command-line arguments without the name of the program.
@@ -132,7 +132,7 @@ def _read_option(word: str, remaining: list[str]) -> Option:
 
 
 def _is_option(word: str) -> bool:
-    """Return whether an argument is an option, in contrast to a value such as ``-1`` or ``-``."""
+    """Return whether an argument is an option. Values such as ``-1`` and ``-`` are not."""
     return (word.startswith("--") and word != "--") or word.partition("=")[0] in ("-c", "-h")
 
 

@@ -117,7 +117,7 @@ def set_levels() -> None:
 
 
 class LogHandler(logging.StreamHandler[TextIO]):
-    """Log handler that raises the exception if writing to its stream fails, so that the command ends.
+    """Log handler that raises the ``OSError`` if writing to its stream fails, so that the command ends.
 
     Python's own handlers print such an error and continue.
     """

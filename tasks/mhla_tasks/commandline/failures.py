@@ -165,7 +165,7 @@ def _line(number: int, path: str | None) -> str:
 
 
 def _final_path(path: str) -> str:
-    """Replace the temporary names in a path, which files and folders have while they are written, with the final names."""
+    """Replace temporary names in a path with the final ones. Files and folders have temporary names until they are complete."""
     from lightning_mhla.system.files import UNFINISHED  # not at the start: the package imports torch
 
     final = Path()
@@ -183,15 +183,15 @@ def _path_of(error: OSError) -> str | None:
 
 
 def full_places(free: int = 1 << 20) -> list[str]:
-    """Return paths on full disks among the command-line arguments, the working folder and the folder for temporary files.
+    """Search the command-line arguments, the working folder and the folder for temporary files for paths on full disks.
 
-    If writing to an open file fails, the error does not contain its path. This search finds the likely ones.
+    If writing to an open file fails, the error does not contain its path. This search finds likely candidates.
 
     Args:
         free: number of free bytes below which a disk counts as full.
 
     Returns:
-        At most two paths.
+        At most two of these paths.
     """
     argument_paths = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []

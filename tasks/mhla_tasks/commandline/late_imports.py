@@ -1,9 +1,9 @@
 """Deferred imports of large packages, such as torchmetrics and timm, of which few names are usually needed.
 
 ``import torchmetrics`` alone imports torchvision, scipy and transformers and takes half of a command's startup time. This
-module replaces such packages in ``sys.modules`` by placeholders. A placeholder imports a few frequent names from the submodules
-that define them. The first access to any other name imports the full package. Error messages for wrong options thus appear in
-half the time.
+module replaces such packages in ``sys.modules`` with placeholders. A placeholder imports a few frequent names from the
+submodules that define them. The first access to any other name imports the full package. Error messages for wrong options thus
+appear in half the time.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
     same holds for the data module.
 
     Args:
-        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder; or a Lightning keyword
-            such as ``last``.
+        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder, whose latest
+            checkpoint is read; or a Lightning keyword such as ``last``.
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Returns:
@@ -69,7 +69,8 @@ def remembered_network(checkpoint: str) -> dict[str, Any] | None:
     """Return the configuration of the transformers network that a checkpoint stores in the options of its model.
 
     Args:
-        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder.
+        checkpoint: path of a checkpoint file, of the folder of a sharded checkpoint, or of a run folder, whose latest complete
+            checkpoint is read.
 
     Returns:
         Value of the option ``network``; None if the checkpoint does not exist or does not store this option.

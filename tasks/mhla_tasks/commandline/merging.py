@@ -216,7 +216,8 @@ def _put(old: Any, path: Sequence[str], value: Any, classes: Classes) -> Any:
 def _replace(old: Any, value: Any, classes: Classes) -> Any:
     """Merge a complete new value of an argument into its current value, and return the result.
 
-    Mappings with options of a class are merged option by option. All other values are replaced.
+    Mappings with options of a class are merged option by option. The name of a class replaces only the class, and keeps the
+    arguments that both classes have. All other values are replaced.
 
     Args:
         old: value from sources of lower priority; None if there is none.
@@ -298,7 +299,7 @@ def _below(options: Mapping[str, Any], classes: Classes) -> dict[str, Classes]:
 
 
 def chosen_classes(options: Mapping[str, Any], classes: Classes) -> Classes:
-    """Return the classes that may receive the options in a mapping: the class that the mapping names, or else all classes.
+    """Return the classes that may receive the options in a mapping: the class that the mapping names, or else ``classes``.
 
     Args:
         options: mapping whose ``class_path`` names the class.

@@ -1,7 +1,7 @@
 """Check of configurations for ``null`` in options that do not accept it.
 
-In jsonargparse, None is also the mark of an argument without a value, whose type it does not check. It therefore passes
-``null`` on to constructors, which fail with a message about a comparison or a product. Its alternative, a separate mark
+jsonargparse also uses None to mark an argument without a value, and does not check the type of such an argument. It therefore
+passes ``null`` on to constructors, which fail with a message about a comparison or a product. Its alternative, a separate mark
 (``unset_sentinel``), does not apply to nested dataclasses and writes None as text to saved configurations.
 """
 

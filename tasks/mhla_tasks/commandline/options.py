@@ -36,7 +36,7 @@ def use_run_folder(options: Any) -> RunFolder:
     """Make ``fit`` write logs and checkpoints to the folder that ``--run_dir`` names, and lock this folder.
 
     Args:
-        options: parsed options of the command, changed in place.
+        options: parsed options of the command (a jsonargparse Namespace), changed in place.
 
     Returns:
         The folder, whose lock prevents a second run from using it.
@@ -63,13 +63,13 @@ def use_run_folder(options: Any) -> RunFolder:
 
 
 def write_beside_checkpoint(options: Any, command: str, sources: Sequence[Source]) -> None:
-    """Make ``validate`` and ``test`` write to the checkpoint's run folder, and ``predict`` to a new subfolder of it.
+    """Make ``validate`` and ``test`` write to the run folder of the checkpoint, and ``predict`` to a new subfolder of it.
 
-    Logging is disabled. Nothing changes if no checkpoint is given, if it is not an existing path, or if a source sets
+    Loggers are disabled. Nothing changes if no checkpoint is given, if its path does not exist, or if a source sets
     ``trainer.logger`` or ``trainer.default_root_dir``.
 
     Args:
-        options: parsed options of the command, changed in place.
+        options: parsed options of the command (a jsonargparse Namespace), changed in place.
         command: ``validate``, ``test`` or ``predict``.
         sources: configuration files and command-line options.
     """
@@ -92,7 +92,7 @@ def check_trainer(trainer: Any) -> None:
     """Reject values below 1 for ``accumulate_grad_batches`` and ``check_val_every_n_epoch``, by which Lightning divides.
 
     Args:
-        trainer: parsed options of the Trainer.
+        trainer: parsed options of the Trainer (a jsonargparse Namespace).
 
     Raises:
         ValueError: if one of these options is below 1.
@@ -106,11 +106,14 @@ def check_trainer(trainer: Any) -> None:
 def check_callbacks(options: Any) -> None:
     """Reject callbacks of Lightning that do not work with a model of this package.
 
+    With any other model, all callbacks are accepted.
+
     Args:
-        options: parsed options of ``fit``.
+        options: parsed options of ``fit`` (a jsonargparse Namespace).
 
     Raises:
-        ValueError: if the class of a callback, or one of its base classes, is listed in :data:`UNSUPPORTED`.
+        ValueError: if the model is one of this package, and the class of a callback or one of its base classes is listed in
+            :data:`UNSUPPORTED`.
     """
     callbacks = options.trainer.callbacks
     if subclass_named((options.get("model") or {}).get("class_path"), (TrainingModule,)) is None:
@@ -125,7 +128,7 @@ def leave_out_monitors(trainer: Any, command: str) -> None:
     """Remove all ``LearningRateMonitor`` callbacks, which Lightning rejects in a Trainer without a logger.
 
     Args:
-        trainer: parsed options of a Trainer without a logger, changed in place.
+        trainer: parsed options of a Trainer without a logger (a jsonargparse Namespace), changed in place.
         command: ``fit``, ``validate``, ``test`` or ``predict``; only ``fit`` logs a message.
     """
     callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []

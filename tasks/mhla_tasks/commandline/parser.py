@@ -204,7 +204,7 @@ class SuiteCLI(LightningCLI):
         """Execute the command by calling the Trainer's method of the same name.
 
         If ``fit`` fails or is interrupted before it completes its first training batch, the log files that it has written are
-        removed. After an error, a new log folder is also removed.
+        removed. After an error, a log folder that ``fit`` created is also removed.
         """
         replace_checkpoint_io(self.trainer.strategy)  # also for modules of other packages
         listen_on_one_interface(self.trainer.strategy)

@@ -50,7 +50,7 @@ class Source:
         origin: file name, or the option as typed on the command line, for messages.
         values: nested mapping of options. If they refer to another configuration file, that file is a separate source.
         lines: mapping from the path of a key to its line number in the file. A path consists of keys and list indices.
-        problem: error message if the file cannot be read; otherwise empty.
+        problem: error message if the file cannot be read, or the text of the option is invalid; otherwise empty.
         typed: whether the source is on the command line.
         option: the command-line option; None for a file, and for a YAML mapping in ``--config`` in place of a file name.
     """
@@ -77,8 +77,8 @@ def read_sources(line: CommandLine) -> list[Source]:
         line: the parsed command line.
 
     Returns:
-        One source for each file and each command-line option except ``--config``, from lowest to highest priority. A file that
-        cannot be read gives a source with an error message in ``problem``.
+        One source for each file and each command-line option with a value, except ``--config``, from lowest to highest
+        priority. A file that cannot be read gives a source with an error message in ``problem``.
     """
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):

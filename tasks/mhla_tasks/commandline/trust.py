@@ -143,7 +143,8 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
         The class.
 
     Raises:
-        AllowError: if the package is not permitted, or if the name is private, not a class, or not a subclass of ``bases``.
+        AllowError: if the package is not permitted, if the module cannot be imported, or if the name is private, unknown, not a
+            class, or not a subclass of any of ``bases``.
     """
     if (refused := refusal(class_path)) and not (typed and _is_installed(class_path)):
         raise AllowError(refused)

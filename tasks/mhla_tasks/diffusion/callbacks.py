@@ -14,7 +14,7 @@ from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 
 
 class ClassSampleGrid(drawing.SampleGrid):
-    """Callback that draws a grid of samples during training, with equally many samples of each class.
+    """Callback that draws samples during training, cycling through the classes, and shows them in a grid.
 
     Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
 
@@ -52,7 +52,7 @@ class ClassSampleGrid(drawing.SampleGrid):
 
 
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
-    """Callback that draws samples during training, equally many of each class, and scores them against real images.
+    """Callback that draws samples during training, cycling through the classes, and scores them against real images.
 
     Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
 
@@ -67,7 +67,7 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
         at_end: whether to evaluate the weights at the end of training.
         batch_size: number of samples that each process draws at once.
         seed: random seed for the noise that sampling starts from.
-        name: prefix of the metrics, which must be unique among the callbacks.
+        name: prefix of the names of the metrics. It must be unique among the callbacks.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ class SampleRequest:
     Args:
         classes: labels of the classes to draw; null for all classes of the model.
         per_class: number of samples of each class.
-        seed: random seed for the noise that sampling starts from; with the same seed, sample i always starts from the same
-            noise.
+        seed: random seed for the noise that sampling starts from; with the same seed, the sample with index i always
+            starts from the same noise.
 
     Raises:
         ValueError: if ``per_class`` is below 1, ``seed`` is out of range, or ``classes`` is an empty list.
@@ -77,7 +77,8 @@ class RequestedClasses:
 class ClassImages(ResumableDataModule):
     """Base class of data modules with labeled images or latents.
 
-    A subclass implements the method ``source``, which returns the samples for training, validation or test.
+    A subclass implements the method ``source``, which returns the samples for training, validation or test, or the result of
+    :meth:`requested` for prediction.
 
     Args:
         batch_size: number of samples per batch, summed over all processes.

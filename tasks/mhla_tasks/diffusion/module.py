@@ -31,7 +31,7 @@ class DiTShape:
     """Shape of a diffusion transformer: depth, widths and patches, and two details in which implementations differ.
 
     Args:
-        dim: width of the tokens. dim, depth and heads are required if the model's option size is null.
+        dim: width of the tokens. dim, depth and heads are required if the model's option size is null, otherwise null.
         depth: number of blocks.
         heads: number of attention heads.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
@@ -75,8 +75,9 @@ class ClassToImage(NamesClasses, GenerativeModule):
         sampling: default sampler options of the predict command and of callbacks.
         vae: folder or Hugging Face Hub name of a diffusers AutoencoderKL, if the model works on latents; null if it works on
             pixels.
-        pretrained: source of the initial weights: a run folder, a checkpoint, an exported folder, a file or folder with
-            published DiT weights, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the weights.
+        pretrained: source of the initial weights: a run folder (its latest checkpoint), a checkpoint, an exported folder, a
+            file or folder with published DiT weights, or a Hugging Face Hub name. It is ignored if --ckpt_path supplies the
+            weights.
         output: output format of the predict command: png (one file per sample) or npz (one file, which ADM's evaluator reads).
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
@@ -156,7 +157,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
             labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
 
         Returns:
-            Prediction ``[B, out_channels, height, width]``, which has twice as many channels if the variance is learned.
+            Prediction ``[B, out_channels, height, width]``, where ``out_channels`` is twice ``channels`` if the variance is
+            learned, and ``channels`` otherwise.
         """
         return self.network(x, times, labels)
 
@@ -205,7 +207,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             Images ``[B, C, H, W]`` uint8.
 
         Raises:
-            ValueError: if a label is out of range, or the noise process does not support the sampler options.
+            ValueError: if a label is out of range, or the training objective does not support the sampler options.
         """
         samples = draw_samples(self.network, self.process, sampling, labels, indices, seed)
         images = samples if self.codec is None else self.codec.decode(samples)
@@ -246,7 +248,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             sampling: sampler options; None to use the module's own options.
 
         Returns:
-            A dict with ``sampler``, ``sampling_steps`` and ``guidance``.
+            A dict with ``sampler`` (name), ``sampling_steps`` (number of steps) and ``guidance`` (scale).
         """
         used = sampling or self.sampling
         sampler = used.sampler or self.process.samplers[0]
@@ -263,7 +265,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             sampling: sampler options; None to use the module's own options.
 
         Raises:
-            ValueError: if the model generates latents but has no VAE, or its noise process does not support the sampler
+            ValueError: if the model generates latents but has no VAE, or its training objective does not support the sampler
                 options.
             FileNotFoundError: if the VAE does not exist.
         """

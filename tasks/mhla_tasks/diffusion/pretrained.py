@@ -138,20 +138,21 @@ def read_state(path: str) -> dict[str, Tensor]:
 
 
 def _options(path: str) -> dict[str, Any]:
-    """Read the options of an exported DiT from its ``config.json``; return an empty dict if there is no such file."""
+    """Read the constructor arguments of an exported DiT from its ``config.json``; return an empty dict if it is missing."""
     files = (Path(path) / name for name in ("config.json", "transformer/config.json"))
     return next((read_json(file) for file in files if file.is_file()), {})
 
 
 def load_pretrained(network: DiT, path: str) -> None:
-    """Load the weights of a run, a checkpoint or an export, or published DiT weights, into a network.
+    """Load pretrained weights into a DiT: those of a run, a checkpoint or an export, or published DiT weights.
 
     If the number of classes differs, the class embedding keeps its random initialization. If the grid of MHLA blocks differs,
     the mixing coefficients are resized to the new grid.
 
     Args:
         network: DiT, changed in place.
-        path: path of a run folder, a checkpoint, an exported folder or a weights file, or a name on the Hugging Face Hub.
+        path: path of a run folder (its latest checkpoint), a checkpoint, an exported folder or a weights file, or a name on
+            the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is nothing at the path.

@@ -1,4 +1,4 @@
-"""Noise processes of diffusion models, which define the training loss of the network and build the samplers for generation.
+"""Noise processes of diffusion models: each defines the training loss of the network, and builds the samplers for generation.
 
 ``DenoisingProcess`` is DDPM (arXiv 2006.11239) as DiT trains it, with the learned variance of arXiv 2102.09672. ``FlowProcess``
 is flow matching on straight paths. Noise schedules and samplers come from diffusers.
@@ -36,7 +36,7 @@ class ProcessConfig:
 
     Args:
         objective: ddpm (the network predicts noise, as in DiT) or flow (the network predicts velocity on straight paths).
-        learn_sigma: whether the network also predicts the variance of a denoising step; only with ddpm.
+        learn_sigma: whether the network also predicts the variance of a denoising step; ignored with flow.
         times: distribution of the timesteps in training, uniform or logit_normal; only with flow.
         shift: factor that shifts timesteps toward noise, for samples with many pixels; 1 for no shift. Only with flow.
         label_dropout: share of samples that are trained without their class; guidance requires a share above 0.
@@ -98,7 +98,7 @@ class NoiseProcess:
 
         Args:
             network: network that predicts noise or velocity from noisy samples.
-            clean: clean samples ``[B, C, H, W]``.
+            clean: clean samples ``[B, C, H, W]`` float32.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]`` from :meth:`draw_times`.
             labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
@@ -136,7 +136,7 @@ class NoiseProcess:
             raise ValueError(f"sampler={sampler!r} does not support objective {self.config.objective!r}; use {names}")
 
     def drop_labels(self, labels: Tensor, num_classes: int) -> Tensor:
-        """Replace each label, with probability ``label_dropout``, with the label that marks a sample without a class.
+        """Replace each label, with probability ``config.label_dropout``, with the label that marks a sample without a class.
 
         Args:
             labels: class labels ``[B]``.
@@ -152,7 +152,8 @@ class NoiseProcess:
 class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
-    The network predicts where the variance lies, on a logarithmic scale, between its smallest and its largest possible value.
+    For the variance, the network predicts its position between its smallest and its largest possible value, on a logarithmic
+    scale.
 
     Args:
         config: options of the process.
@@ -193,7 +194,7 @@ class DenoisingProcess(NoiseProcess):
 
         Args:
             network: network that predicts noise and, optionally, variance from noisy samples.
-            clean: clean samples ``[B, C, H, W]``.
+            clean: clean samples ``[B, C, H, W]`` float32.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]``, integers from 0 to 999.
             labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
@@ -218,7 +219,7 @@ class DenoisingProcess(NoiseProcess):
         The bound is equation 5 of arXiv 2006.11239, and the predicted variance is equation 15 of arXiv 2102.09672.
 
         Args:
-            clean: clean samples ``[B, C, H, W]``. For timestep 0, they must be 8-bit pixels scaled to -1 .. 1.
+            clean: clean samples ``[B, C, H, W]`` float32. For timestep 0, they must be 8-bit pixels scaled to -1 .. 1.
             noisy: noisy samples at ``times``, with the shape of ``clean``.
             predicted: noise that the network predicts, with the shape of ``clean``.
             between: predicted position of the log variance between its limits, with the shape of ``clean``. -1 stands for the
@@ -309,7 +310,7 @@ class FlowProcess(NoiseProcess):
 
         Args:
             network: network that predicts velocity (noise minus data) from noisy samples.
-            clean: clean samples ``[B, C, H, W]``.
+            clean: clean samples ``[B, C, H, W]`` float32.
             noise: standard normal noise with the shape of ``clean``.
             times: timesteps ``[B]`` from 0 (data) to 1000 (noise).
             labels: class labels ``[B]``, integers from 0 to K - 1 for K classes; K marks a sample without a class.
@@ -349,7 +350,7 @@ def _negative_log_likelihood(clean: Tensor, mean: Tensor, log_variance: Tensor) 
     """Compute the negative log-likelihood, in nats, of each 8-bit pixel value under a discretized normal distribution.
 
     Args:
-        clean: pixel values, scaled from 0 .. 255 to -1 .. 1.
+        clean: pixel values, scaled from 0 .. 255 to -1 .. 1, float32 of any shape.
         mean: means of the normal distributions, with the shape of ``clean``.
         log_variance: logarithms of their variances, with the shape of ``clean``.
 

@@ -56,7 +56,7 @@ def draw_samples(
         network: network in evaluation mode.
         process: noise process that the network was trained on.
         config: sampler options.
-        labels: class labels ``[B]`` on the device of the network.
+        labels: class labels ``[B]`` int64 on the device of the network.
         indices: index of each sample, which determines its noise.
         seed: random seed, the same for all samples.
 
@@ -87,7 +87,7 @@ def denoise(
     Args:
         network: network in evaluation mode.
         scheduler: diffusers scheduler for the noise process that the network was trained on.
-        labels: class labels ``[B]`` on the device of the network.
+        labels: class labels ``[B]`` int64 on the device of the network.
         steps: number of sampling steps.
         guidance: scale of classifier-free guidance; 1 to sample without guidance.
         generators: random generator of the noise, or a list with one for each sample; None for the global generator.
@@ -121,7 +121,7 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
 
     Args:
         network: network that predicts noise or velocity.
-        x: noisy samples ``[B, C, H, W]``.
+        x: noisy samples ``[B, C, H, W]`` float32.
         times: timesteps ``[B]``.
         labels: class labels ``[B]``.
         guidance: scale of classifier-free guidance; 1 to return the conditional prediction.
@@ -139,7 +139,7 @@ def _guided(network: DiT, x: Tensor, times: Tensor, labels: Tensor, guidance: fl
 
 
 def check_sampling(process: NoiseProcess, config: DiTSamplingConfig) -> None:
-    """Check that a noise process supports the sampler, the number of steps and the guidance scale of sampler options.
+    """Check that a noise process supports the sampler, the number of steps and the guidance scale in sampler options.
 
     Args:
         process: noise process that the network was trained on.

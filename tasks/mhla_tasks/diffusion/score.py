@@ -1,4 +1,4 @@
-"""Scores of existing images, such as FID, for the command ``lightning score``."""
+"""Scores such as FID for existing sets of images, for the command ``lightning score``."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def compare_sets(
     Args:
         samples: path of a folder of generated images, or of an ``.npz`` file with images or with statistics of their features.
         reference: path of a folder of real images, or of an ``.npz`` file with images or with statistics of their features.
-        features: network whose features are compared: inception, digits, mnist or random.
+        features: network whose features are compared: inception (Inception-v3), digits or mnist (small classifiers of digits,
+            trained on first use), or random (a convolutional network with random weights).
         weights: path of the weights of torch-fidelity's Inception-v3; None to download them, or for a different network.
         batch_size: number of images processed at once.
         device: ``cpu`` or ``cuda``; None for a GPU if the machine has one, otherwise the CPU.
 
     Returns:
-        A dict with the scores by name. The entry ``marks`` is a list of remarks on the scores, and ``samples`` and
-        ``reference_images`` are the numbers of images. ``samples_sha256``, ``reference_sha256`` and ``features_sha256`` are
-        checksums of the two sets and of the network.
+        A dict with the scores by name, such as ``fid``. The entry ``marks`` is a list of remarks on the scores. ``samples`` and
+        ``reference_images`` are the numbers of generated and real images. ``samples_sha256``, ``reference_sha256`` and
+        ``features_sha256`` are checksums of the two sets and of the network.
 
     Raises:
         FileNotFoundError: if a path does not exist, or a folder contains no images.

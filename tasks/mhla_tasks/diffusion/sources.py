@@ -78,8 +78,8 @@ class LatentSamples:
             keep the labels of the shards.
 
     Raises:
-        ValueError: if the shards hold latents of a different size or no latents, their manifest does not state a valid scale,
-            or ``flip`` is not between 0 and 1.
+        ValueError: if the shards hold latents of a different size or no latents, their manifest does not state a valid factor
+            by which to multiply them, or ``flip`` is not between 0 and 1.
         FileNotFoundError: if the manifest of the shards is missing.
     """
 
@@ -109,7 +109,8 @@ class LatentSamples:
         """Draw the latent of one sample, and return it with the label of the sample.
 
         Returns:
-            A dict with the scaled ``latent`` ``[C, S, S]`` float32, the class ``label``, and the given ``index``.
+            A dict with the ``latent`` ``[C, S, S]`` float32, multiplied by the factor in the manifest of the shards, the class
+            ``label``, and the given ``index``.
 
         Raises:
             BrokenSampleError: if the latent or the label is missing or invalid.

@@ -61,8 +61,8 @@ class BackboneOptions(TypedDict, total=False):
         max_length_k: ignored, like ``max_length_q``.
         seq_idx: index of the packed document that each token belongs to, ``[B, N]``; an alternative to ``cu_seq_lens_q``.
         token_type_ids: ignored. Some tokenizers return it.
-        num_items_in_batch: number of labels in all batches over which gradients are accumulated. If given, the loss is the sum
-            of the token losses divided by this number; otherwise it is their mean.
+        num_items_in_batch: number of labels in all batches over which gradients are accumulated. If given, a model that
+            computes a loss returns the sum of the token losses divided by this number; otherwise it returns their mean.
         output_attentions: must be False or None, because the model does not compute attention matrices.
     """
 
@@ -197,13 +197,13 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
             inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
             attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
                 it also covers the columns of earlier calls. None if there is no padding.
-            position_ids: positions for rotary embeddings, ``[N]``, ``[1, N]`` or ``[B, N]``; None to count from the first
-                token.
+            position_ids: positions for rotary embeddings, ``[N]``, ``[1, N]`` or ``[B, N]``; None to count the tokens of each
+                row, without padding. Positions that do not increase may also mark packed documents.
             past_key_values: generation state to continue from, updated in place; None to start with the first token.
             use_cache: whether to return the generation state; None to follow the configuration outside training.
             output_hidden_states: whether to return the input of each layer; None to follow the configuration.
             cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
-                None if each row is one document.
+                None if each row is one document, or if ``position_ids`` or ``options`` mark the documents.
             share: part of each sequence that this process holds under sequence parallelism; None without sequence parallelism.
             options: other keyword arguments of the forward pass, some of which also mark packed documents.
 
@@ -282,7 +282,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
     ) -> tuple[tuple[int, ...], Tensor | None]:
         """Count the non-padding tokens of each row, and find the order that puts them before the padding.
 
-        The counts serve to update a generation state and, on a CPU, to detect empty rows. Without a state, the tokens are
+        The counts serve to update a generation state and to detect empty rows. Without a state, the tokens are
         counted only on a CPU and outside a compiled graph: on an accelerator, reading the counts would wait for the device, and
         a graph cannot depend on values.
 
@@ -336,7 +336,7 @@ class EmbeddedBackbone(MHLAPreTrainedModel):
 
 
 class MHLAModel(EmbeddedBackbone):
-    """MHLA language model without an output head, which returns hidden states instead of logits.
+    """MHLA language model that has no output head and returns hidden states instead of logits.
 
     Its weights have the same names as those of :class:`MHLAForCausalLM`, so that each of the two classes can load the weights
     that the other saved.
@@ -383,11 +383,14 @@ class MHLAModel(EmbeddedBackbone):
             input_ids: token indices, ``[B, N]`` int64; None if ``inputs_embeds`` is given.
             attention_mask: mask of non-padding tokens, ``[B, columns]`` bool or int64, 0 for padding. With ``past_key_values``,
                 it also covers the columns of earlier calls. None if there is no padding.
-            position_ids: positions for rotary embeddings, ``[B, N]``; None to count the tokens of each row, without padding.
+            position_ids: positions for rotary embeddings, ``[B, N]``; None to count the tokens of each row, without padding. If
+                there is neither padding nor a state, a token whose position is not above that of the previous token begins a
+                new document, as with ``cu_seqlens``.
             past_key_values: generation state to continue from, updated in place; None to start with the first token.
             inputs_embeds: embedded tokens, ``[B, N, dim]``; None if ``input_ids`` is given.
             use_cache: whether to return the state after these tokens. None follows the configuration, but returns no state in
-                training, for packed documents, and in a compiled or exported graph.
+                training, for packed documents, and in a compiled or exported graph. With gradient checkpointing in training,
+                there is never a state.
             output_hidden_states: whether to return the input of each layer; None follows the configuration.
             return_dict: False to return a tuple, None or True to return an output object.
             cu_seqlens: index of the first token of each of S packed documents, followed by the number of tokens, ``[S + 1]``;
@@ -395,8 +398,9 @@ class MHLAModel(EmbeddedBackbone):
             kwargs: additional arguments; see :class:`BackboneOptions`.
 
         Returns:
-            Output object with the hidden states after the last norm, the generation state and the inputs of the layers. The
-            last two are None unless requested. If ``return_dict`` is False, a tuple of the values that are not None.
+            Output object with the hidden states after the last norm, the generation state (None if ``use_cache`` returns none)
+            and the inputs of the layers (None without ``output_hidden_states``). If ``return_dict`` is False, a tuple of the
+            values that are not None.
 
         Raises:
             ValueError: if the inputs contradict each other, for example if both ``attention_mask`` and ``cu_seqlens`` are
@@ -418,7 +422,7 @@ def check_options(options: Any, names: Any) -> None:
     """Raise TypeError if a keyword argument of a forward pass is unknown.
 
     Args:
-        options: keyword arguments of the call, by name.
+        options: keyword arguments of the forward pass, by name.
         names: TypedDict class whose fields are the accepted arguments.
     """
     if unknown := set(options) - set(names.__annotations__):

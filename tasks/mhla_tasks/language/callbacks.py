@@ -31,7 +31,7 @@ class TokenThroughput(Callback):
 
     ``train/tokens_per_second`` is the speed of all processes together. ``train/mfu`` is the fraction of a device's peak
     performance that training uses: the model's floating-point operations per token, times the tokens per second of one process,
-    divided by the peak. It is logged only if the peak performance is known.
+    divided by the peak. ``train/mfu`` is logged only if the peak performance is known.
 
     Args:
         peak_flops: peak performance of one device in FLOP/s; null for the value that Lightning lists for the GPU and the

@@ -81,10 +81,11 @@ class CausalLanguageModel(TrainingModule):
         self._batch_weights: list[Tensor] = []  # of the batches whose gradients are accumulated
 
     def sampling_settings(self) -> dict[str, Any]:
-        """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
+        """Return the sampling settings to save with the network, by their names in transformers.
 
-        With these settings, the commands ``generate`` and ``chat`` and an exported model sample in the same way. The options
-        ``max_new_tokens`` and ``control_tokens`` are left out, because they do not affect the choice of tokens.
+        They are the generation options given to :meth:`take`, so that the commands ``generate`` and ``chat`` and an exported
+        model sample in the same way as predict. ``max_new_tokens`` and ``control_tokens`` are left out, because they do not
+        affect the choice of tokens.
         """
         unset = dict.fromkeys(("temperature", "top_k", "top_p"))  # those of an earlier configuration
         return {**unset, **self.generation.sampling()}
@@ -114,8 +115,8 @@ class CausalLanguageModel(TrainingModule):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: if the vocabulary of the data is larger than that of the model, the data has more than 256 groups of
-                questions, or packed documents, sequence parallelism or generation are required but not supported.
+            ValueError: if the vocabulary of the data is larger than that of the model, the data counts answers in more than 256
+                groups, or packed documents, sequence parallelism or generation are required but not supported.
         """
         super().setup(stage)
         if stage == "fit":
@@ -218,7 +219,7 @@ class CausalLanguageModel(TrainingModule):
         return self.network(input_ids).logits
 
     def on_train_epoch_start(self) -> None:
-        """Discard the batch weights of gradients that an interrupted epoch accumulated without an optimizer step."""
+        """Discard the weights of batches whose gradients were accumulated in the previous epoch without an optimizer step."""
         self._batch_weights = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -230,8 +231,9 @@ class CausalLanguageModel(TrainingModule):
 
         Returns:
             Scalar loss for the backward pass. Under sequence parallelism or with ``target_mask``, processes may have different
-            numbers of targets, so the loss is weighted by this process's share of all targets. With ``target_mask`` and
-            gradient accumulation, it is also weighted by the number of targets in the batch.
+            numbers of targets, so the loss is multiplied by this process's number of targets and divided by the mean number
+            per process. With ``target_mask`` and gradient accumulation, it is also multiplied by a weight proportional to the
+            number of targets of all processes.
         """
         share = self._share(batch)
         loss = self._losses(batch, "mean", share)
@@ -296,11 +298,23 @@ class CausalLanguageModel(TrainingModule):
         return loss * local * self.trainer.world_size / total.clamp(min=1), total
 
     def validation_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the validation metrics; if it has the entry ``labels``, count correct predictions."""
+        """Add the losses of a batch to the validation metrics; if it has the entry ``labels``, also count correct predictions.
+
+        Args:
+            batch: dict with the entries that :func:`inputs_and_targets` reads, and ``valid``, ``[B]`` bool, which is False for
+                rows that only fill up the batch. With ``labels``, it also has ``group``, the index of each row's group of
+                questions, ``[B]`` int64; otherwise ``bytes``, the number of bytes of text in each row, ``[B]`` int64.
+            batch_idx: ignored.
+        """
         self._evaluate(batch, "val")
 
     def test_step(self, batch: dict[str, Any], batch_idx: int) -> None:
-        """Add the losses of a batch to the test metrics; if it has the entry ``labels``, also count correct predictions."""
+        """Add the losses of a batch to the test metrics; if it has the entry ``labels``, also count correct predictions.
+
+        Args:
+            batch: dict with the same entries as for :meth:`validation_step`.
+            batch_idx: ignored.
+        """
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
@@ -315,12 +329,13 @@ class CausalLanguageModel(TrainingModule):
         """Generate a continuation of each prompt in a batch.
 
         Args:
-            batch: dict with B entries each of ``prompt`` (texts), ``index`` (indices in the prompt file) and ``valid`` (mask).
+            batch: dict with ``prompt``, a list of B texts; ``index``, their B indices in the prompt file; and ``valid``,
+                ``[B]`` bool, which is False for rows that only fill up the batch.
             batch_idx: ignored.
 
         Returns:
             A list of tuples of the prompt's index in the prompt file, the prompt, and its continuation. Rows that only fill up
-            the batch, for which ``batch["valid"]`` is False, are omitted.
+            the batch are omitted.
         """
         rows = [row for row, valid in enumerate(batch["valid"].tolist()) if valid]
         prompts = [batch["prompt"][row] for row in rows]
@@ -352,7 +367,7 @@ class CausalLanguageModel(TrainingModule):
 
     @property
     def flops_per_token(self) -> float:
-        """Number of floating-point operations in the forward and backward pass for one token.
+        """Number of floating-point operations in the forward and backward passes for one token.
 
         The backward pass counts as two forward passes (arXiv 2204.02311, appendix B). For transformers models, only
         multiplications by weight matrices are counted.
@@ -400,7 +415,12 @@ class CausalLanguageModel(TrainingModule):
         self._sums(stage).add(**sums, samples=valid.sum() * first)
 
     def _question(self, batch: dict[str, Any], stage: Stage) -> None:
-        """Add the loss and the accuracy at the labeled tokens of a batch to the metrics of a stage, such as validation."""
+        """Add the losses and the correct predictions of a batch with labels to the metrics of a stage.
+
+        Args:
+            batch: dict with the entries that :meth:`validation_step` describes, including ``labels``.
+            stage: ``"val"`` or ``"test"``.
+        """
         predicted = (batch["labels"] != IGNORED) & batch["valid"][:, None]
         targets = batch["labels"][predicted]
         scores = self.network(batch["tokens"]).logits[predicted].float()

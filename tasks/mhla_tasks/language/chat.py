@@ -36,17 +36,18 @@ def chat(
     """Chat with a model in the terminal until the user enters ``/exit`` or the input ends.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
+        path: path of a checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, or name of a model
+            on the Hugging Face Hub.
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply; None for 512.
         sampling: sampling options by name, such as ``temperature``. An option that is None or missing has the value that was
-            saved with the model, or else its default.
+            saved with the model, or else its default in :class:`GenerationOptions`.
         seed: seed of sampling.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
 
     Raises:
         FileNotFoundError: if there is no such model, or it has no tokenizer.
-        ValueError: if the options contradict each other, or the chat template rejects the messages.
+        ValueError: if an option is out of range, options contradict each other, or the chat template rejects the messages.
     """
     model, tokenizer = load_model(path)
     set_seed(seed)  # loading draws random numbers, more of them for a checkpoint than for an exported folder
@@ -69,7 +70,7 @@ def chat(
 
 
 class Chat:
-    """Conversation between the user and a model in the terminal, which keeps the model's state between turns.
+    """Conversation between a user and a model in the terminal; the state of the model is kept between turns.
 
     Args:
         model: causal language model.
@@ -77,7 +78,7 @@ class Chat:
         system: text of the system message; None for no system message.
         count: maximum number of tokens in a reply.
         sampling: sampling options by name, such as ``temperature``. An option that is None or missing has the value that was
-            saved with the model, or else its default.
+            saved with the model, or else its default in :class:`GenerationOptions`.
 
     Raises:
         ValueError: if an option is out of range, or the chat template does not accept a system message.

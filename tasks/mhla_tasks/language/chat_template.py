@@ -123,7 +123,7 @@ class ChatTemplate:
         return ranges
 
     def _prefix(self, messages: Sequence[tuple[str, str]], rendered: str, reply: bool, number: int) -> int:
-        """Return the length of the output for some messages, after checking that the complete output begins with this output.
+        """Return the length of the output for the first messages, after checking that the complete output begins with it.
 
         Args:
             messages: messages at the beginning of the conversation, as role and text.
@@ -169,7 +169,7 @@ class ChatTemplate:
         return MARKED.search(self.tokenizer.get_chat_template()) is not None
 
     def _marked_ranges(self, messages: Sequence[tuple[str, str]]) -> list[tuple[int, int]]:
-        """Return the ranges of characters in the output for messages that the template marks with the tag ``generation``.
+        """Render messages, and return the ranges of characters that the template marks with the tag ``generation``.
 
         Each range consists of the index of its first character and the index after its last one. Empty ranges are omitted.
         """
@@ -264,10 +264,12 @@ class ChatTemplate:
         return any(token in text for text in contents for token in self.control.values() if token)
 
     def reply_ends(self, roles: Sequence[str]) -> set[int]:
-        """Return a set with the index of the control token after a reply; empty if the template has none.
+        """Return a set with the index of the control token that the template writes after a reply; empty if it writes none.
+
+        The template is rendered for messages of the given roles, followed by a user message and the reply to it.
 
         Args:
-            roles: roles of the messages before a user message and the reply to it.
+            roles: roles of the messages at the beginning of the conversation, such as ``system``.
         """
         rendered = self.render([*roles, "user", "assistant"])
         _, _, reply_end = rendered.rpartition(placeholder(len(roles) + 1))

@@ -1,4 +1,4 @@
-"""Readers of one column of texts or dialogues in JSON lines, JSON, CSV, TSV, Parquet and plain text files, row by row.
+"""Row-by-row readers of a column of texts or dialogues in JSON lines, JSON, CSV, TSV, Parquet and plain text files.
 
 The values in other columns may have any type.
 """
@@ -57,8 +57,8 @@ def read_column(source: Source, column: str, kind: str | None = None) -> Rows:
             * ``lines``: plain text in which each line is a row; ``column`` is ignored.
 
     Returns:
-        Iterator over tuples of the location of a row, for error messages, and its document, which is None for a null. Blank
-        lines are skipped.
+        Iterator over tuples of the location of a row, for error messages, and its document: a string, a ``Dialogue``, or None
+        for a null. Blank lines are skipped.
 
     Raises:
         MissingColumnError: if the table or a row lacks the column.

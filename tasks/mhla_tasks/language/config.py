@@ -136,7 +136,7 @@ class MHLAConfig(PreTrainedConfig):
 
     @override
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return the contents of ``config.json``, without the names that transformers uses for sizes.
+        """Return the contents of ``config.json``, which lists each size only under its name in this class.
 
         For example, the width of the model is listed as ``dim``, but not as ``hidden_size``. With a single entry for each size,
         a file that is edited by hand cannot contradict itself.

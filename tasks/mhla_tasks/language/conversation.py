@@ -14,10 +14,11 @@ class Conversation:
     """Conversation between a user and a model, stored both as messages and as tokens.
 
     A turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads only the new
-    tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their reasoning. The
-    spelling of a control token in a message, such as ``<|im_end|>``, is encoded as plain text: the template then gets
-    placeholders in place of all messages of the conversation, so that it cannot omit parts of them, such as reasoning. Without
-    a chat template, messages are concatenated.
+    tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their reasoning.
+
+    If a message spells a control token, such as ``<|im_end|>``, the spelling is encoded as plain text. The template then gets
+    placeholders in place of all messages, so it cannot omit parts of them, such as reasoning. Without a chat template, messages
+    are concatenated.
 
     Args:
         tokenizer: tokenizer of the model.

@@ -105,7 +105,7 @@ def read_documents(sources: Sequence[str], column: str) -> Iterator[Document]:
     Raises:
         FileNotFoundError: if a file, folder or data set does not exist.
         ValueError: if a table named in ``sources`` lacks the column, a table is broken, a file named in ``sources`` is not
-            text, or there are no documents. The message names the file and the line.
+            text, or there are no documents. The message names the source or file and, where possible, the line.
     """
     remarks, empty = Remarks(), True
     try:

@@ -270,7 +270,7 @@ class HubText(TextData):
         """Return a loader of packed training batches; a resumed run continues after the last batch that it trained on.
 
         A later call in the same training, as with the trainer option ``reload_dataloaders_every_n_epochs``, returns the same
-        loader, which continues with the very next document.
+        loader, which continues with the next batch.
         """
         stream = self._stream
         if stream is not None and stream.continues(self.trainer, self.batch_size):
@@ -435,7 +435,14 @@ class TokenShards(TextData):
         return folder
 
     def _check_tokenizers(self, stage: str) -> None:
-        """Raise ValueError if a folder of shards has a tokenizer whose tokens differ from those of :attr:`tokenizer`."""
+        """Check that the tokenizers stored beside the shards of a stage have the same tokens as :attr:`tokenizer`.
+
+        Args:
+            stage: ``"train"`` or ``"validate"``.
+
+        Raises:
+            ValueError: if a tokenizer differs.
+        """
         name = self.tokenizer_name or self._beside()
         for folder in dict.fromkeys(shard.parent for shard in self.shards.find(stage)):
             beside = folder / "tokenizer"

@@ -28,7 +28,7 @@ Document = str | Dialogue
 
 
 def as_document(value: Any, source: str) -> Document | None:
-    """Return the value of a table cell as a document; None for a null.
+    """Convert the value of a table cell to a document: a string, or a :class:`Dialogue`; None for a null.
 
     Args:
         value: a string, None, or a list of messages. A message is a dict with the strings ``role`` and ``content``; other keys

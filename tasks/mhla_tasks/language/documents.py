@@ -56,8 +56,8 @@ class DocumentEncoder:
     transformers' ``apply_chat_template``. If a message spells a control token, the spelling is encoded as text.
 
     For each document, the result has the number of missing bytes: the length of the text in bytes minus the number of bytes
-    that its tokens stand for. It differs from 0 if the tokenizer changes a text before it splits it. A control token inside a
-    document counts as many bytes as its spelling has, so it adds nothing to the difference.
+    that its tokens stand for. This number differs from 0 if the tokenizer changes a text before splitting it. A control token
+    inside a document stands for the bytes of its spelling, so it adds nothing to the difference.
 
     Args:
         tokenizer: tokenizer with a special token for the beginning or the end of a text; for dialogues, with a chat template.
@@ -89,7 +89,7 @@ class DocumentEncoder:
         return self._joined(self._encode_each(documents))
 
     def one(self, document: Document) -> EncodedDocument:
-        """Encode a single document, in the same way as a call encodes several."""
+        """Encode a single document, in the same way as :meth:`__call__` encodes several."""
         return self._encode_each([document])[0]
 
     def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
@@ -182,6 +182,9 @@ class DocumentEncoder:
 
         Args:
             roles: role of each message.
+
+        Raises:
+            ValueError: if the template leaves out a message.
         """
         if roles not in self._rendered:
             rendered = self.template.render(roles)

@@ -1,4 +1,4 @@
-"""Text encoders from the transformers library with replaced attention, trained to match the original encoders."""
+"""Transformers text encoders with replaced attention, trained to match the original encoders."""
 
 from __future__ import annotations
 
@@ -31,11 +31,12 @@ exponential coefficients support texts of any length."""
 
 
 class LinearizedTextEncoder(LinearizedEncoder):
-    """Text encoder from the transformers library with replaced attention, trained to match the original encoder.
+    """Transformers text encoder with replaced attention, trained to match the original encoder.
 
     Args:
-        pretrained: encoder to start from: a folder that transformers saved, a name on the Hugging Face Hub, or a checkpoint or
-            run folder of this class. null requires --ckpt_path. The weights are not read if --ckpt_path supplies them.
+        pretrained: encoder to start from: a folder that transformers saved, a name on the Hugging Face Hub, or a checkpoint of
+            this class. The folder of a run stands for its latest checkpoint. null requires --ckpt_path. The weights are not
+            read if --ckpt_path supplies them.
         attention: options of the new attention.
         layer_kinds: list of keep and replace, one entry for each layer. A shorter list is repeated; the number of layers must
             be a multiple of its length. keep leaves a layer unchanged; replace gives it attention of the kind attention.kind.

@@ -80,8 +80,8 @@ def encode_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
         texts: texts to encode.
 
     Returns:
-        For each text, its token indices, and the index of the first character of each token and the index after its last one,
-        ``[n, 2]`` int64.
+        For each text, a tuple of its n token indices and an array ``[n, 2]`` int64, which holds the index of the first
+        character of each token and the index after its last one.
 
     Raises:
         UnknownRepliesError: if the tokenizer is written in Python.

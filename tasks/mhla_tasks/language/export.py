@@ -41,7 +41,7 @@ tokenizer = AutoTokenizer.from_pretrained("FOLDER", trust_remote_code=True)"""
 
 
 def loading(model: CausalLanguageModel | LinearizedTextEncoder) -> str:
-    """Return Python code for the model card that loads an exported model; the code contains FOLDER in place of the path."""
+    """Return Python code that loads an exported model, for its model card; the code contains FOLDER in place of the path."""
     return LOADING.replace("ForCausalLM", "") if isinstance(model, LinearizedTextEncoder) else LOADING
 
 
@@ -67,8 +67,8 @@ def load_model(path: str | Path, tokenizer: str | None = None) -> tuple[PreTrain
     """Load a causal language model and its tokenizer.
 
     Args:
-        path: path of a training checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
-            Hub.
+        path: path of a training checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, or name of
+            a model on the Hugging Face Hub.
         tokenizer: folder of a tokenizer, or name of a model on the Hugging Face Hub; None for the model's own tokenizer.
 
     Returns:

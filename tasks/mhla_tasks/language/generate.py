@@ -27,11 +27,12 @@ def continue_prompts(
     Each continuation is printed after its prompt.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
+        path: path of a checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, or name of a model
+            on the Hugging Face Hub.
         prompt: text to continue; None to read prompts from the terminal, one after the other.
         count: maximum number of new tokens; None for 256, or fewer if the model's length limit is lower.
         sampling: options of :class:`GenerationOptions` by name, except ``max_new_tokens``. An option that is None or missing
-            has the value that was saved with the model, or else its default.
+            has the value that was saved with the model, or else its default in this class.
         seed: seed of sampling.
         device: ``"cpu"`` or ``"cuda"``; None for a GPU if there is one.
 

@@ -1,8 +1,8 @@
 """Streaming of rows from local files, URLs and data sets on the Hugging Face Hub.
 
-For a data set on the Hub, the library ``datasets`` only lists the files, which are then read like local files. The readers of
-``datasets`` are avoided because they infer the columns from the first rows, and fail if a column changes later, even one that
-is not used.
+For a data set on the Hub, the library ``datasets`` lists the files, which are then read like local files if their format allows
+this. The readers of ``datasets`` are used only for other formats, because they infer the columns from the first rows, and fail
+if a column changes later, even if this column is not used.
 """
 
 from __future__ import annotations

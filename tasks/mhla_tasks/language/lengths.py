@@ -1,4 +1,4 @@
-"""Limits of the length of a text: the position table of a model, and the context of its softmax attention.
+"""Limits on the length of a text: the position table of a model, and the context of its softmax attention.
 
 The transformers library warns if a text exceeds ``max_position_embeddings``, even if all layers of the model have attention
 that keeps its quality at any length. The functions of this module replace that warning.
@@ -34,8 +34,8 @@ _warned: WeakSet[PreTrainedModel] = WeakSet()
 def softmax_context(network: PreTrainedModel) -> int | None:
     """Return the number of tokens that the softmax layers of a model were trained on.
 
-    Softmax attention within a window, as in the kind ``mhla_window``, does not count, because the distance between two tokens
-    that it relates does not grow with the text.
+    Softmax attention within a window, as in the attention kind ``mhla_window``, does not count, because the distances within a
+    window do not grow with the text.
 
     Args:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
@@ -58,7 +58,7 @@ def softmax_context(network: PreTrainedModel) -> int | None:
 
 
 def position_table(network: PreTrainedModel) -> int | None:
-    """Return the number of tokens for which a model has learned positions, as GPT-2 and OPT have; None if it has no such table.
+    """Return the number of tokens in a model's table of learned positions, as in GPT-2 and OPT; None if it has no such table.
 
     The model cannot read more tokens, whatever its kind of attention.
 
@@ -101,14 +101,14 @@ def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
 
 
 def warn_of_untrained_far_attention(network: PreTrainedModel, context: int) -> None:
-    """Warn if no training sample is long enough for the attention of ``mhla_window`` to tokens outside its window.
+    """Warn if training samples are too short to train the part of ``mhla_window`` attention that lies outside its window.
 
     The window covers the block of a token and the block before it. In samples of at most two blocks, no token is outside the
     window, so the parameters for attention to more distant tokens stay untrained and degrade the results for longer texts.
 
     Args:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
-        context: number of tokens of a training sample.
+        context: number of tokens in a training sample.
     """
     layers = [layer for layer in network.modules() if isinstance(layer, WindowedMHLA)]
     sizes = {layer.layout.block_size or 0 for layer in layers if layer.options.far_init > -math.inf}

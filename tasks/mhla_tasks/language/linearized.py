@@ -48,12 +48,12 @@ TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class LinearizedModel(CausalLanguageModel):
-    """Causal language model from the transformers library with replaced attention, trained to restore the original quality.
+    """Transformers causal language model with replaced attention, trained to restore the original quality.
 
     Args:
-        pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint or run folder of
-            this class, or of LanguageModel if its option network was set. null requires --ckpt_path. The weights are not
-            read if --ckpt_path supplies them.
+        pretrained: model to start from: an exported folder, a name on the Hugging Face Hub, or a checkpoint of this class, or
+            of LanguageModel if its option network was set. The folder of a run stands for its latest checkpoint. null requires
+            --ckpt_path. The weights are not read if --ckpt_path supplies them.
         attention: options of the new attention. Rotary embeddings and the norms of queries and keys remain those of the
             original model.
         layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
@@ -111,9 +111,10 @@ class LinearizedModel(CausalLanguageModel):
 
     @override
     def sampling_settings(self) -> dict[str, Any]:
-        """Return the sampling settings of ``generation`` to save with the network, by their names in transformers.
+        """Return the sampling settings to save with the network, by their names in transformers.
 
-        The result is empty if ``generation`` has its default values. The network then keeps the settings of the original model.
+        They are those of the option ``generation``. The result is empty if all of them have their default values. The network
+        then keeps the settings of the original model.
         """
         return {} if self.generation.sampling() == GenerationOptions().sampling() else super().sampling_settings()
 
@@ -166,7 +167,8 @@ class LinearizedModel(CausalLanguageModel):
         """Compute the loss of a batch for the current training stage, as a scalar.
 
         The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
-        cross-entropy of the next token in nats, combined with distillation if there is a teacher model.
+        cross-entropy of the next token in nats; if there is a teacher model, the divergence from its predictions is added.
+        ``distillation`` sets the weights of the two terms.
 
         Args:
             batch: dict with the entries that :func:`inputs_and_targets` reads, such as ``tokens``.
@@ -194,10 +196,11 @@ def _scores(network: Any, inputs: Tensor) -> Tensor:
 
 
 def read_source(path: str) -> PreTrainedModel:
-    """Load a causal language model from the transformers library in float32.
+    """Load a causal language model that is based on the transformers library, with weights in float32.
 
     Args:
-        path: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face Hub.
+        path: path of a checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, or name of a model
+            on the Hugging Face Hub.
 
     Raises:
         FileNotFoundError: if there is no such model.
@@ -217,8 +220,8 @@ def source_network(pretrained: str) -> dict[str, Any]:
     """Read the configuration of a transformers model as a dict, from which :func:`build_network` can build the model.
 
     Args:
-        pretrained: path of a checkpoint, of a run's folder or of an exported folder, or name of a model on the Hugging Face
-            Hub.
+        pretrained: path of a checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, or name of a
+            model on the Hugging Face Hub.
 
     Returns:
         A dict with these entries:

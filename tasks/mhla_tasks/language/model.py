@@ -62,7 +62,7 @@ class ForwardOptions(BackboneOptions, total=False):
 
 
 class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
-    """Causal language model with any kind of attention, which generates from a state instead of a key-value cache.
+    """Causal language model that has any kind of attention and generates from a state instead of a key-value cache.
 
     Each row of a batch may have padding on the left, on the right or between its tokens; ``attention_mask`` marks the tokens
     that are not padding. The forward pass moves these tokens to the start of the row, so that the result is the same as without
@@ -89,7 +89,7 @@ class MHLAForCausalLM(EmbeddedBackbone, GenerationMixin):
         return self.base_model
 
     def get_encoder(self, modality: str | None = None) -> MHLAForCausalLM:
-        """Return this model itself, which tells the library peft that there is no separate encoder.
+        """Return this model itself, to tell the library peft that there is no separate encoder.
 
         peft calls this method for batches that use several adapters. ``modality`` is ignored.
         """

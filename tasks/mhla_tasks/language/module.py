@@ -75,8 +75,8 @@ class LanguageModel(CausalLanguageModel):
             {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds must
             not be set. null for the MHLA backbone.
         generation: options for continuing prompts in predict.
-        pretrained: run folder, checkpoint or exported folder whose weights training starts from, with any context and
-            vocabulary; null for random weights. It is not read if --ckpt_path supplies the weights.
+        pretrained: checkpoint, run folder (for its latest checkpoint) or exported folder whose weights training starts from,
+            with any context and vocabulary; null for random weights. It is not read if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:

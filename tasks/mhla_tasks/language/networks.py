@@ -120,7 +120,7 @@ def network_loss(network: PreTrainedModel, inputs: Tensor, targets: Tensor, mean
 
 
 def longest(network: PreTrainedModel) -> int | None:
-    """Return the maximum number of tokens that a model can read; None without a limit.
+    """Return the maximum number of tokens that a model can read; None if there is no limit.
 
     Mixing coefficients of an MHLA model and learned positions of other models limit the number.
 
@@ -133,7 +133,8 @@ def longest(network: PreTrainedModel) -> int | None:
 def training_flops(network: PreTrainedModel) -> float:
     """Estimate the floating-point operations of training on one token: 6 for each entry of the weight matrices.
 
-    The estimate follows Kaplan et al. (arXiv 2001.08361, section 2.1), and omits attention scores and recurrences.
+    The estimate follows Kaplan et al. (arXiv 2001.08361, section 2.1), and omits the input embedding, attention scores and
+    recurrences.
     """
     embedding = network.get_input_embeddings().weight
     head = network.get_output_embeddings().weight

@@ -121,7 +121,7 @@ def write_token_shards(
 
 
 def _origins(sources: Sequence[str]) -> list[Origin]:
-    """List the input files and data sets. A repeated ``lightning prepare text`` compares this list to detect changes."""
+    """Return an origin for each input file and data set, by which a repeated ``lightning prepare text`` detects changes."""
     named_files: list[tuple[str, tuple[Path, ...]]] = []
     for source in sources:
         paths = [] if source.startswith("hub:") else source_files(Path(source), Remarks())
@@ -184,7 +184,7 @@ class RunEncoder:
         self._reply_encoder = ReplyEncoder(tokenizer, control_tokens)
 
     def members(self, documents: list[Document]) -> dict[str, bytes]:
-        """Encode documents as a sample, and return the contents of its files in the shard, by suffix (``tokens.npy``).
+        """Encode documents as a sample, and return the contents of its shard members, by suffix such as ``tokens.npy``.
 
         If there is a dialogue among the documents, a file in the folder of the shards notes this. The first time that the chat
         template does not show which text the assistant writes, a warning is logged.

@@ -60,7 +60,7 @@ class GenerationOptions:
     def sampling(self) -> dict[str, Any]:
         """Return the options that determine the choice of tokens, as keyword arguments of transformers' ``generate``.
 
-        They are all generation options except ``max_new_tokens`` and ``control_tokens``.
+        The options ``max_new_tokens`` and ``control_tokens`` are left out.
         """
         if not self.temperature:
             return {"num_beams": self.beams, "do_sample": False}
@@ -69,17 +69,18 @@ class GenerationOptions:
 
 
 def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Choose the sampling options for a model: the values that the user sets, or else those saved with the model.
+    """Combine the sampling options that the user sets with the generation settings that were saved with a model.
 
-    If the saved settings say whether to sample, they have the same effect as in transformers' ``generate``. Otherwise they are
-    ignored, and the defaults of :class:`GenerationOptions` apply.
+    Options that the user sets take precedence. The saved settings are ignored if they do not set ``do_sample``. Otherwise they
+    have the same effect as in transformers' ``generate``, except that a ``top_k`` or ``top_p`` that the user sets
+    turns on sampling.
 
     Args:
         saved: generation settings of the model.
         requested: options that the user sets, by name; None for those that are not set.
 
     Returns:
-        Keyword arguments of :class:`GenerationOptions`; options that have neither value are left out.
+        Keyword arguments of :class:`GenerationOptions`. Options that are left out keep their defaults in this class.
     """
     overrides = {name: value for name, value in requested.items() if value is not None}
     if saved.do_sample:

@@ -86,7 +86,11 @@ class QuestionData(ResumableDataModule):
         return self.questions(stage)
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Remove the positions after the batch's last label, which do not affect the loss, from ``tokens`` and ``labels``.
+        """Remove the positions after the last label of a batch from ``tokens`` and ``labels``; they do not affect the loss.
+
+        Args:
+            batch: batch as a dict; see the class description.
+            dataloader_idx: ignored.
 
         Returns:
             A batch with shorter sequences; ``batch`` itself if it has no ``labels``.

@@ -39,7 +39,7 @@ class StateCache(GenerationCache, Cache):
 
     @property
     def max_cache_len(self) -> int:
-        """Maximum number of tokens that each row of the batch can cache: -1, because a generation state has no limit."""
+        """Maximum number of tokens that the cache can hold for each batch row: -1, because a generation state has no limit."""
         return -1
 
     def get_max_length(self, layer_idx: int | None = None) -> int:

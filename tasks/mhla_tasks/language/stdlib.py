@@ -51,7 +51,10 @@ class StdlibText:
 
 
 def stdlib_files() -> list[Path]:
-    """List the source files of Python's standard library in alphabetical order, except tests, data and third-party packages."""
+    """List the source files of Python's standard library in alphabetical order.
+
+    Folders of tests, tables of data, bundled tools such as IDLE, and third-party packages are left out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
     return sorted(path for path in files if not path.relative_to(root).parts[0].startswith("config-"))

@@ -42,11 +42,11 @@ class RowPosition(NamedTuple):
 
 
 class PackedRows(IterableDataset):
-    """Endless stream of batches for one process, whose rows are filled with documents without padding.
+    """Endless stream of batches for one process; each row of a batch is filled with documents, without padding.
 
     Args:
         documents: function that returns a new iterator over the endless stream of documents, in the same order each time.
-        encode: function that encodes a document as tokens.
+        encode: function that encodes a document as an :class:`EncodedDocument`.
         positions: start position of each row of the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
         context: number of tokens in a sample.
@@ -76,7 +76,7 @@ class PackedRows(IterableDataset):
         * ``bytes``: number of bytes of text that the target tokens of each row stand for, ``[b]`` int64. The target tokens are
           all tokens but the first, or those in ``target_mask``.
         * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]`` int64.
-        * ``valid``: ``[b]`` bool, all True.
+        * ``valid``: mask that is False for rows that only fill up a batch, ``[b]`` bool; here always True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
         * ``target_mask``, only if ``encode`` returns targets: for each input token, whether the loss counts the token that
           follows it, ``[b, context]`` bool.

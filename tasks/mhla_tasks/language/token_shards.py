@@ -20,7 +20,7 @@ that belong to plain texts or to messages of the assistant, omitted if the chat 
 
 
 class ShardRuns:
-    """Reader of long token sequences (runs) in tar shards, which loads only the requested part of a run.
+    """Reader of long token sequences (runs) in tar shards; it loads only the requested part of a run.
 
     Each sample of a shard is one run. The class implements the protocol ``sources.TokenRuns``. Streamed shards are not
     downloaded before their tokens are read, except for one shard of each group that shares a file name prefix, such as
@@ -117,9 +117,9 @@ class ShardRuns:
         return self._starts[run]
 
     def has_missing(self, run: int) -> bool:
-        """Return whether the shard stores a correction of the number of bytes for each document of a run (token sequence).
+        """Return whether the shard stores the number of missing bytes of each document in a run (token sequence).
 
-        The correction is the length of the text in bytes minus the number of bytes that the tokens stand for.
+        This number is the length of the text in bytes minus the number of bytes that the tokens stand for.
         """
         return self._has(run, MISSING)
 

@@ -80,9 +80,9 @@ def table_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Return the smallest ``vocab_size`` of a model for the tokens of a tokenizer, whose indices may have gaps.
+    """Return the smallest ``vocab_size`` of a model that fits a tokenizer: one more than the largest token index that it needs.
 
-    Special tokens are not counted, except those for the start and the end of a text, for padding, for unknown text, and in the
+    Special tokens are not needed, except those for the start and the end of a text, for padding, for unknown text, and in the
     chat template. Gemma 3, for example, has a token for images, for which its text model has no embedding.
     """
     needed = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id}
@@ -153,7 +153,7 @@ class _Letters:
 
 
 def _types(part: Any) -> Iterable[str]:
-    """Yield the type name of every component in a part of a serialized tokenizer, such as its normalizer."""
+    """Yield the type name of every component in a part of a tokenizer's parsed JSON, such as its normalizer."""
     if isinstance(part, dict):
         yield str(part.get("type"))
     if isinstance(part, dict | list):

@@ -36,8 +36,8 @@ def load_tokenizer(where: str | Path) -> PreTrainedTokenizerBase:
         where: path of the folder, or name of the model.
 
     Raises:
-        FileNotFoundError: if there is no tokenizer.
-        ValueError: if its files are unsafe, for example if a rule makes a short text grow without bound.
+        FileNotFoundError: if the folder or model does not exist, or its tokenizer is missing or cannot be loaded.
+        ValueError: if the tokenizer's files are unsafe, for example if a rule makes a short text grow without bound.
     """
     check_folder(Path(where))
     try:
@@ -83,7 +83,7 @@ def unpack_tokenizer(files: PackedFiles) -> PreTrainedTokenizerBase:
     """Restore a tokenizer from the files that :func:`pack_tokenizer` returned.
 
     Raises:
-        ValueError: if these are not the files of a tokenizer, or they are unsafe.
+        ValueError: if ``files`` are not the files of a tokenizer, or are unsafe.
     """
     if not isinstance(files, dict) or not files:
         raise ValueError("the checkpoint's tokenizer is not a set of files by name")

@@ -20,8 +20,8 @@ RESERVED = re.compile(r"[\[<]\|?(unused|reserved|extra_id)\w*\|?[\]>]", re.IGNOR
 def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> str | None:
     """Describe a token index that stands for different text in two tokenizers.
 
-    A token that one of the tokenizers lacks is not a conflict. Special tokens and reserved ones, such as ``[unused1]``, are not
-    compared, because chat models and new domains rename them.
+    An index that only one of the tokenizers uses is not a conflict. Special and reserved tokens, such as ``[unused1]``, are not
+    compared, because chat models and fine-tuned models rename them.
 
     Args:
         tokenizer: first tokenizer.
@@ -39,7 +39,7 @@ def vocabulary_conflict(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTok
 
 
 def _compared_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
-    """Return a mapping from index to token, without special tokens and reserved ones such as ``[unused1]``."""
+    """Return a mapping from index to token, without special tokens and reserved tokens such as ``[unused1]``."""
     special = {index for index, token in tokenizer.added_tokens_decoder.items() if token.special}
     return {
         index: token
@@ -54,14 +54,15 @@ def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
     In distributed training, every process must call this function, because the processes communicate to find the checkpoint.
 
     Args:
-        pretrained: path of a run, of a checkpoint or of an exported folder, or name of a model on the Hugging Face Hub.
+        pretrained: path of a checkpoint, of an exported folder, or of a run's folder, whose latest complete checkpoint is read;
+            or name of a model on the Hugging Face Hub.
 
     Returns:
-        The tokenizer; None if the weights come without one. Also None, with a warning, if it cannot be read safely.
+        The tokenizer; None if the weights come without one. Also None, with a warning, if the tokenizer is unsafe.
 
     Raises:
         FileNotFoundError: if the path is a folder that holds neither an exported model nor a checkpoint.
-        ValueError: if the checkpoint cannot be read safely.
+        ValueError: if the checkpoint is damaged, or cannot be read without running code.
     """
     path = Path(pretrained)
     files: PackedFiles = {}
@@ -82,7 +83,10 @@ def pretrained_tokenizer(pretrained: str) -> PreTrainedTokenizerBase | None:
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, pretrained: str) -> None:
-    """Check that the tokenizer of the data and the tokenizer of pretrained weights give the same text to each token index.
+    """Check that no token index stands for different text in the data's tokenizer and in that of pretrained weights.
+
+    Special and reserved tokens, and indices that only one of the tokenizers uses, are not compared. In distributed training,
+    every process must call this function.
 
     Args:
         tokenizer: tokenizer of the data; None to do nothing.
@@ -91,7 +95,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase | None, pretrained: str)
 
     Raises:
         FileNotFoundError: if the path is a folder that holds neither an exported model nor a checkpoint.
-        ValueError: if a token index stands for different text in the two tokenizers, or the checkpoint cannot be read safely.
+        ValueError: if a token index stands for different text in the two tokenizers, or the checkpoint is damaged or cannot be
+            read without running code.
     """
     original = None if tokenizer is None else pretrained_tokenizer(pretrained)
     if tokenizer is None or original is None or not (conflict := vocabulary_conflict(original, tokenizer)):

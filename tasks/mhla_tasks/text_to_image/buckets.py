@@ -68,7 +68,7 @@ def nearest_bucket(height: int, width: int, sizes: Sequence[Size]) -> int:
 def sort_into_buckets(files: CaptionedFiles, sizes: Sequence[Size], batch_size: int) -> np.ndarray:
     """Assign each image to the size with the nearest aspect ratio.
 
-    Only the beginning of each file is read, unless it does not contain the size of the image.
+    Only the beginning of a file is read if it contains the size of the image, otherwise the complete file.
 
     Args:
         files: image files.

@@ -156,7 +156,10 @@ class ClipScore(ImagePictures):
         self._parts: tuple[Any, Any] | None = None
 
     def check(self, module: CaptionedDiffusion) -> None:
-        """Check that the module can draw samples, and load the CLIP model.
+        """Load the CLIP model, and check that the Lightning module can draw samples.
+
+        Args:
+            module: Lightning module that is trained.
 
         Raises:
             ValueError: if an autoencoder is required but not configured, or the configured sample size is not supported.

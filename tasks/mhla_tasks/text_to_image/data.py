@@ -46,7 +46,7 @@ class CaptionedImageData(CaptionedData):
             part: split of the data, ``"train"`` or ``"validate"``.
 
         Returns:
-            Map-style data set whose samples are dicts with ``image``, ``[3, H, W]`` float32 in -1 .. 1.
+            Map-style data set whose samples are dicts with the entry ``image``, ``[3, H, W]`` float32 in -1 .. 1.
         """
         return self.samples(part)
 

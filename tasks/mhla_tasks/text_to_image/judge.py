@@ -1,4 +1,4 @@
-"""Checks whether an image shows the scene of its caption: digits, colors, count and relative position.
+"""Functions that check whether an image shows the digits, colors, count and relative position that its caption states.
 
 GenEval (arXiv 2310.11513) makes the same checks with an object detector. Here, a digit is a connected area of bright pixels.
 Its color is the nearest of four, and a support vector machine trained on MNIST's training digits classifies it.
@@ -127,8 +127,11 @@ def score_scenes(pictures: Tensor, captions: Sequence[str]) -> dict[str, float]:
         captions: caption of each image.
 
     Returns:
-        Shares from 0 to 1 by the name of the check. The share of a check counts only the images that it applies to, and a check
+        Shares from 0 to 1 by name of the check. The share of a check counts only the images that it applies to, and a check
         that applies to no image is left out. The entry ``all`` is the share of images that pass all checks.
+
+    Raises:
+        ValueError: if a caption does not describe a scene of digits, or has two digits of the same color in a spatial relation.
     """
     checks = [check_scene(picture, caption) for picture, caption in zip(pictures, captions, strict=True)]
     shares = {}
@@ -147,7 +150,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Scale a digit's image ``[h, w]`` to fit a box ``[12, 12]``, center it, and divide it by its brightest pixel."""
+    """Resize a digit's image ``[h, w]`` to fit the center of a black image ``[12, 12]`` with values in 0 .. 1, float32."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))

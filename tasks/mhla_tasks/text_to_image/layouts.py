@@ -36,8 +36,8 @@ def arrange(images: Path, prompts: Path, layout: str, target: Path) -> int:
     """Copy images that the predict command has drawn to the folder layout of a benchmark.
 
     Args:
-        images: folder of the drawn images. Each file name is the name of the prompt, a hyphen, and a number from 0, such as
-            ``00000-0.png``. All prompts must have the same number of images.
+        images: folder of the drawn images. Each file name is the prompt's name in the list, a hyphen, and a number from 0, such
+            as ``00000-0.png``. All prompts must have the same number of images.
         prompts: path of the benchmark's list of prompts, for which the images were drawn.
         layout: name of the benchmark: ``geneval``, ``dpg`` or ``mjhq``.
         target: folder to write to, created if missing. It must not contain any files except those that are written again.
@@ -92,7 +92,7 @@ def _geneval(images: dict[str, list[Path]], prompts: Path) -> Contents:
 
 
 def _dpg(images: dict[str, list[Path]], _: Path) -> Contents:
-    """List the files of DPG-Bench's layout, one PNG file for each prompt, in which its first four images are joined.
+    """List the files of DPG-Bench's layout: one PNG file for each prompt, which joins the first four images of the prompt.
 
     Args:
         images: image files of each prompt, by name of the prompt.
@@ -101,7 +101,7 @@ def _dpg(images: dict[str, list[Path]], _: Path) -> Contents:
         Functions that return the contents of the files, by path relative to the target folder.
 
     Raises:
-        FileNotFoundError: if the prompts have fewer than four images.
+        FileNotFoundError: if a prompt has fewer than four images.
     """
     for name, paths in images.items():
         if len(paths) < TILES:
@@ -113,7 +113,7 @@ def _dpg(images: dict[str, list[Path]], _: Path) -> Contents:
 
 
 def _mjhq(images: dict[str, list[Path]], _: Path) -> Contents:
-    """List the files of MJHQ-30K's layout, the first image of each prompt as a PNG file with the prompt's name.
+    """List the files of MJHQ-30K's layout: the first image of each prompt, as a PNG file with the prompt's name.
 
     Args:
         images: image files of each prompt, by name of the prompt.
@@ -169,7 +169,7 @@ def _check_target(target: Path, contents: Contents) -> None:
         contents: functions that return the contents of the files to write, by path relative to ``target``.
 
     Raises:
-        FileExistsError: if the folder contains a different file.
+        FileExistsError: if the folder contains any other file.
     """
     for path in visible_files(target) if target.is_dir() else ():
         # A stopped call leaves a temporary file, which is replaced.

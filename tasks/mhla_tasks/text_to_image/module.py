@@ -147,7 +147,7 @@ class TextToImage(CaptionedDiffusion):
         Args:
             indices: index of each image, which also determines its noise.
             seed: random seed, the same for all images.
-            sampling: sampler options, an instance of ``sampling_options``; None to use the module's own options.
+            sampling: sampler options, a :class:`SanaSamplingConfig`; None to use the module's own options.
 
         Returns:
             Images ``[B, C, H, W]`` uint8.
@@ -159,7 +159,7 @@ class TextToImage(CaptionedDiffusion):
         """Return the options with which images are drawn, to be recorded together with metrics of the images.
 
         Args:
-            sampling: sampler options.
+            sampling: sampler options, a :class:`SanaSamplingConfig`.
 
         Returns:
             A dict with ``sampling_steps``, the other sampler options by name, and ``shift``, the timestep shift.

@@ -1,4 +1,4 @@
-"""Pretrained SANA weights, from diffusers, from NVlabs' original file, or from a training run of this package.
+"""Loading of pretrained SANA weights from diffusers, from NVlabs' original file, or from a training run of this package.
 
 diffusers converts the names in NVlabs' file to its own names. NVlabs' file also contains position embeddings and the embedding
 of the empty caption, which are not used because diffusers computes them.

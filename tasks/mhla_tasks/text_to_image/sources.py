@@ -16,15 +16,15 @@ from mhla_tasks.text_to_image.buckets import Size, sort_into_buckets
 
 
 class CaptionedImages:
-    """Map-style data set of captioned images, each scaled and cropped to the size with the nearest aspect ratio.
+    """Map-style data set of captioned images, each scaled and cropped to the available size with the nearest aspect ratio.
 
     Args:
         files: image files and their captions.
         sizes: height and width of each available size, in pixels.
-        batch_size: number of images in a batch, which is the minimum for each size; ignored if there is only one size.
+        batch_size: minimum number of images of each size, so that each size fills a batch; ignored if there is only one size.
 
     Raises:
-        ValueError: if a size has fewer images than a batch.
+        ValueError: if there are several sizes, and one of them has fewer than ``batch_size`` images.
 
     Attributes:
         groups: index into ``sizes`` of each image's size, ``[n]`` int64; None if there is only one size.
@@ -39,7 +39,11 @@ class CaptionedImages:
         return sum(self.shard_sizes)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return one sample as a dict with ``image`` ``[3, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``."""
+        """Return one sample as a dict with ``image`` ``[3, H, W]`` float32 in -1 .. 1, ``caption`` and the given ``index``.
+
+        Raises:
+            BrokenSampleError: if the image cannot be decoded, or its caption is missing or not valid.
+        """
         text = self.files.caption(index)
         data = self.files.member(index, EXTENSIONS)[1]
         transform = self.transforms[0 if self.groups is None else self.groups[index]]

@@ -16,14 +16,14 @@ from mhla_tasks.text_to_image.pictures import draw_captioned
 
 
 class ImageWriter(SampleFolder):
-    """Callback that writes each drawn image to a PNG file in the folder ``images`` as soon as its batch is complete.
+    """Callback that writes each drawn image to a PNG file in the subfolder ``images`` as soon as its batch is complete.
 
-    Beside the folder, ``images.jsonl`` has a line for each image with its prompt, seed, index and drawing time in seconds. The
-    picture ``images.png`` shows the first images.
+    Beside this subfolder, ``images.jsonl`` has a line for each image with its prompt, seed, index and drawing time in seconds.
+    The picture ``images.png`` shows the first eight images.
 
     Args:
-        folder: path of the folder for these files; None for the log folder. Images that already exist there are not drawn
-            again.
+        folder: path of the folder that contains the subfolder and both files; None for the log folder. Images that already
+            exist there are not drawn again.
     """
 
     kind = "images"

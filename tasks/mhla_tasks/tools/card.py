@@ -63,7 +63,7 @@ class ExportedRun:
 def is_own(text: str) -> bool:
     """Return whether a model card is unchanged since :func:`write_card` wrote it, according to the checksum at its end.
 
-    Line endings of Windows, to which Git may convert those of the card, do not count as a change.
+    A conversion to Windows line endings, as Git may make, does not count as a change.
     """
     content, mark, digest = text.replace("\r\n", "\n").rpartition(MARK)
     return bool(mark) and digest.strip() == f"{_digest(content)} -->"
@@ -140,7 +140,7 @@ def _options(memory: Any) -> dict[str, Any]:
     """Convert the hyperparameters of a model or data module to options in the format of a configuration file.
 
     Args:
-        memory: hyperparameters from a checkpoint; None, which gives an empty dict, if the checkpoint has none.
+        memory: dict of the hyperparameters in a checkpoint; None if the checkpoint has none. The result is then empty.
     """
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")

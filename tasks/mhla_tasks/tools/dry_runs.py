@@ -1,9 +1,9 @@
 """Check of the options of all runs of a sweep before the first run starts.
 
-A wrong value of a later run would otherwise be noticed only when the earlier runs have been trained. For each run, the options
-are read and merged as in ``lightning fit``. Then the callbacks, the data module and the model are built, the model without
-memory for its weights unless a constructor reads the values of a tensor. The Trainer is also built, unless the run is submitted
-to another machine. No run folder is created, no weights are read, and only what the constructors need is downloaded.
+A wrong option of a later run would otherwise be noticed only after the earlier runs have been trained. For each run, the
+options are read and merged as in ``lightning fit``. Then the callbacks, the data module and the model are built. The weights of
+the model take no memory, unless a constructor reads the values of a tensor. The Trainer is also built, unless the run is
+submitted to another machine. No run folder is created, no weights are read, and only what the constructors need is downloaded.
 
 The check runs in a separate process (``python -m mhla_tasks.tools.dry_runs``), because it imports the modules that ``--allow``
 names, and sets the random seed of each run. Its input and its output are JSON.

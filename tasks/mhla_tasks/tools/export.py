@@ -52,7 +52,8 @@ def write_export(
     A ``README.md`` that the user has edited is kept, and the new card is written to ``README.new.md``.
 
     Args:
-        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
+        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder, or of a run's folder, whose latest complete
+            checkpoint is used.
         folder: folder to write the model to.
         live: whether to export the trained weights instead of their moving average, if the checkpoint has both.
         options: values, by name, of the options that only some tasks support: ``tokenizer`` and ``context`` for language
@@ -136,7 +137,8 @@ def load_trained(checkpoint: Path, live: bool = False) -> TrainingModule:
     """Load a trained module from a checkpoint of any task, without running code from the checkpoint.
 
     Args:
-        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder or of a run's folder.
+        checkpoint: path of a checkpoint file, of a sharded checkpoint's folder, or of a run's folder, whose latest complete
+            checkpoint is used.
         live: whether to load the trained weights instead of their moving average, if the checkpoint has both.
 
     Returns:

@@ -28,7 +28,8 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     The result describes a hybrid model, which keeps softmax attention in the layers whose replacement adds most to the loss.
 
     Args:
-        path: path of a checkpoint or a run folder of a LinearizedModel, a TimmClassifier or a linearized encoder.
+        path: path of a checkpoint of a LinearizedModel, a TimmClassifier or a linearized encoder, or of a run's folder, whose
+            latest complete checkpoint is used.
         keep: share of the layers that keep softmax attention in the hybrid model, at least 0 and below 1.
         batches: number of batches of the run's validation data to measure on.
         accelerator: accelerator of Lightning's Trainer, such as ``cpu`` or ``gpu``.
@@ -122,6 +123,9 @@ def table(costs: dict[str, Any]) -> str:
 
 def _data(path: Path) -> LightningDataModule:
     """Create the data module of a run from the class name and the options stored in its checkpoint.
+
+    Args:
+        path: path of the checkpoint or of the run's folder.
 
     Raises:
         ValueError: if the checkpoint does not name a data module, or importing the class of the data module is not allowed.

@@ -65,7 +65,8 @@ def import_published(parser: ArgumentParser) -> Run:
 
         lightning import Wan_1300M_mhla.pth wan-mhla --block_grid 3 5 10
 
-    The command writes ``config.json`` and safetensors, which ``lightning_mhla.load_swapped`` and ``--model.pretrained`` read.
+    The command writes ``config.json`` and the weights as safetensors. ``lightning_mhla.load_swapped`` and the option
+    ``--model.pretrained`` read this format.
     """
     parser.add_argument("source", help="file of weights with the authors' parameter names")
     parser.add_argument("folder", type=Path, help="folder to write the model to")
@@ -196,8 +197,8 @@ def generate(parser: ArgumentParser) -> Run:
 
         lightning generate runs/stdlib/version_0/checkpoints/last.ckpt "def main():"
 
-    The model is a training checkpoint, the folder of a run, an exported folder or a name on the Hugging Face Hub. Without a
-    prompt, the command reads prompts from the terminal one after the other.
+    The model is a training checkpoint, the folder of a run (its latest checkpoint), an exported folder or a name on the Hugging
+    Face Hub. Without a prompt, the command reads prompts from the terminal one after the other.
     """
     parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
     parser.add_argument("prompt", nargs="?", help="text to continue")
@@ -248,11 +249,11 @@ def chat(parser: ArgumentParser) -> Run:
 
         lightning chat exported --system "Answer in one sentence."
 
-    The model is a training checkpoint, the folder of a run, an exported folder or a name on the Hugging Face Hub. Messages are
-    formatted with the chat template of its tokenizer; a model without a template continues the text of the message. The model
-    keeps its state between messages, so it reads each message only once. The size of the state is printed after each reply, and
-    is constant for mhla and the other kinds of linear attention. Messages may also come from a file or a pipe, one per line.
-    Only replies go to standard output.
+    The model is a training checkpoint, the folder of a run (its latest checkpoint), an exported folder or a name on the Hugging
+    Face Hub. Messages are formatted with the chat template of the model's tokenizer; a model without a template continues the
+    text of the message. The model keeps its state between messages, so it reads each message only once. The size of the state
+    is printed after each reply, and is constant for mhla and the other kinds of linear attention. Messages may also come from a
+    file or a pipe, one per line. Only replies go to standard output.
     """
     parser.add_argument("model", help="checkpoint, folder of a run, exported folder, or name on the hub")
     parser.add_argument("--system", metavar="TEXT", help="system message, if the chat template supports one")

@@ -77,7 +77,7 @@ def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int,
         paths: paths of all shards, including those that other processes write.
         samples: plural noun for the samples, such as ``images``.
         skipped: number of samples that this process skipped.
-        share: rank of this process, and number of processes that the shards are divided among.
+        share: rank of this process, and number of processes among which the shards are divided.
     """
     from lightning_mhla.data import ShardReader
 
@@ -89,7 +89,7 @@ def _report(paths: Sequence[Path], samples: str, skipped: int, share: tuple[int,
 
 
 def _describe(paths: Sequence[Path], part: str = "") -> str:
-    """Describe the number and the paths of shards. The text ``part`` is inserted after the number."""
+    """Describe the number and the paths of shards, such as ``2 shards: a.tar to b.tar``. ``part`` is put before the colon."""
     if len(paths) == 1:
         return f"1 shard{part}: {paths[0]}"
     return f"{len(paths)} shards{part}: {paths[0]} to {paths[-1].name}"
@@ -307,7 +307,7 @@ def captions(parser: ArgumentParser) -> Run:
 
 
 def caption_latents(parser: ArgumentParser) -> Run:
-    """Encode images and captions into latent shards, for training without the two encoders.
+    """Encode images and captions into latent shards, for training without the autoencoder and the text encoder.
 
         lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024

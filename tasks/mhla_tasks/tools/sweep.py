@@ -7,7 +7,7 @@ Each combination of values is trained as a run of its own. The folder of a run l
       --sweep model.attention.kind=mhla,linear,softmax --sweep seed_everything=0,1,2
     lightning fit ... --sweep seed_everything=0,1 --sweep_sbatch "--gpus-per-node=8 docker/slurm/train.sbatch"
 
-Before the first run starts, the options of all runs are checked, so that a wrong value of the last run is an error at once. The
+Before the first run starts, the options of all runs are checked, so that an error in any of them is reported at once. The
 output of a run is written to ``output.txt`` in its folder, and the sweep prints one line for each run. The same command resumes
 a sweep: it skips finished runs and resumes interrupted ones. SLURM jobs are resumed only after they have ended. At the end, all
 runs are compared as with ``lightning compare``, in the order of the sweep, and ``compared.html`` and ``compared.png`` are
@@ -81,7 +81,7 @@ class Sweep:
 
     Attributes:
         line: parsed command line with the options that all runs share.
-        values: list of the values of each option that varies, by option name.
+        values: values of each option that varies, by option name.
         folder: folder that contains one folder for each run.
         sbatch: arguments with which ``sbatch`` submits each run to SLURM; None to train on this machine.
     """
@@ -125,7 +125,7 @@ class SweepProgress:
 
     @contextmanager
     def running(self, folder: Path) -> Iterator[None]:
-        """Context manager that shows a run as the current one in the progress display, and records the duration of its block.
+        """Context manager that shows a run as the current one, and appends the duration of the ``with`` block to ``seconds``.
 
         Args:
             folder: folder of the run.

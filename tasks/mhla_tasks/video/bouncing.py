@@ -1,4 +1,4 @@
-"""Clips of a handwritten digit that bounces off the edges of the canvas, a motion that never ends and is predictable."""
+"""Clips of a handwritten digit that bounces off the edges of the canvas. The motion is predictable and never ends."""
 
 from __future__ import annotations
 
@@ -112,7 +112,8 @@ class BouncingDigitSamples:
 class BouncingDigits(ResumableDataModule):
     """Data module of clips in which a handwritten digit moves diagonally and bounces off the edges of the canvas.
 
-    The motion is determined by the first two frames, so that every frame of a continued clip can be compared with the truth.
+    At speeds up to 2, the first two frames determine the motion, so every frame of a continued clip can be compared with the
+    truth.
 
     Args:
         digits: data set of the digits: digits (scikit-learn, 8 x 8 pixels) or mnist (scaled to 20 x 20 pixels).

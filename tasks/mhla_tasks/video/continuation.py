@@ -169,9 +169,10 @@ class VideoContinuation(GenerativeModule):
     @property
     @override
     def usage(self) -> dict[str, str]:
-        """Mapping from purpose to command, for the report of a run, with the command that continues held-out clips.
+        """Commands by purpose, for the report of a run. The only one continues held-out clips.
 
-        ``{run}`` stands for the option that names the run. The command requests no more frames than the attention supports.
+        In the command, ``{run}`` stands for the option that names the run. The command requests no more frames than the
+        attention supports.
         """
         most = self.network.max_frames
         length = f" --frames {most}" if most is not None and most < self.sampling.frames else ""
@@ -278,7 +279,8 @@ class VideoContinuation(GenerativeModule):
 
         Args:
             batch: dict with ``video``, ``[B, C, F, H, W]`` in -1 .. 1; ``valid``, ``[B]`` bool, False for clips that only fill
-                up the batch; ``index`` and ``caption``; and optionally ``frames``, the number of frames of each true clip.
+                up the batch; ``index`` in the data set and ``caption`` of each clip; and optionally ``frames``, the number of
+                frames of each true clip.
             batch_idx: not used.
 
         Returns:

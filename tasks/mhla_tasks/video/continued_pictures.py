@@ -59,6 +59,7 @@ class ContinuationPictures(PeriodicEvaluation):
         Raises:
             ValueError: if the model is not a VideoContinuation, the data cannot be continued, a held-out clip is shorter than
                 the copied frames, or the clips are too long for the model or not longer than their copied frames.
+            BrokenSampleError: if a held-out video cannot be read.
         """
         data = trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         if not isinstance(pl_module, VideoContinuation) or not isinstance(data, DATA):

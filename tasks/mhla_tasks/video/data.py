@@ -26,7 +26,7 @@ WAN_LENGTH = 512
 
 
 def continued_frames(trainer: Trainer | None) -> int:
-    """Return the number of frames to which a trainer's model continues clips; 0 if the model does not continue clips."""
+    """Return the number of frames to which a trainer's model continues clips; 0 without a trainer or such a model."""
     model = getattr(trainer, "lightning_module", None)
     return model.sampling.frames if isinstance(model, VideoContinuation) else 0
 
@@ -49,6 +49,10 @@ def beginnings(
         fps: number of frames to take per second of video; None to take consecutive frames.
         channels: 3 for color, 1 for gray.
         clips: maximum number of videos; None for all.
+
+    Raises:
+        ValueError: if a video has too few frames, ``clips`` is below 1, or ``fps`` is not positive.
+        BrokenSampleError: if a video cannot be read.
     """
     model = getattr(trainer, "lightning_module", None)
     start = model.start if isinstance(model, VideoContinuation) else 1
@@ -204,6 +208,10 @@ class VideoShards(ClipData):
         Args:
             frames: maximum number of frames of a beginning.
             clips: maximum number of videos; None for all.
+
+        Raises:
+            ValueError: if a video has fewer frames than the model copies, or ``clips`` is below 1.
+            BrokenSampleError: if a video cannot be read.
         """
         files = ShardFiles(self.shards.reader("validate"), self.caption_key)
         return beginnings(self.trainer, files, (frames, *self.size[1:]), self.fps, 3, clips)
@@ -288,6 +296,10 @@ class VideoFolders(ResumableDataModule):
         Args:
             frames: maximum number of frames of a beginning.
             clips: maximum number of videos; None for all.
+
+        Raises:
+            ValueError: if a video has fewer frames than the model copies, or ``clips`` is below 1.
+            BrokenSampleError: if a video cannot be read.
         """
         files = self._listed("validate")
         return beginnings(self.trainer, files, (frames, *self.size[1:]), self.fps, self.channels, clips)

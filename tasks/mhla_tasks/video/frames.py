@@ -150,7 +150,7 @@ class FrameTransformer(ModelMixin, ConfigMixin):
         return self._levels(out[:, -self.tokens :], frames[:, -1:]).argmax(-1)
 
     def new_cache(self) -> GenerationCache:
-        """Create empty generation states for :meth:`next_frame`, for the beginning of clips."""
+        """Create the empty generation states with which :meth:`next_frame` begins a batch of clips."""
         return GenerationCache(len(self.backbone.layers))
 
     @torch.no_grad()
@@ -205,11 +205,11 @@ class FrameTransformer(ModelMixin, ConfigMixin):
 
 
 def relative_errors(frames: Tensor, truth: Tensor) -> Tensor:
-    """Compute the error of each frame relative to its content.
+    """Compute the relative error of each predicted frame.
 
     Args:
-        frames: predicted gray or color values ``[F, C, H, W]``.
-        truth: true values, in the same shape.
+        frames: predicted gray or color values ``[F, C, H, W]``, of any dtype; 0 is black.
+        truth: true values, in the same shape and scale.
 
     Returns:
         Errors ``[F]`` float32: the norm of the difference divided by the norm of the true frame. The error is 0 for a perfect

@@ -24,12 +24,13 @@ from mhla_tasks.video.strips import draw_continuations, draw_strips, side_by_sid
 class ClipWriter(SampleFolder):
     """Callback that writes each drawn clip to an MP4 file, as soon as all clips of its batch are complete.
 
-    The files are in the folder ``videos``, with the names that VBench expects. Beside the folder, ``videos.jsonl`` has
-    a line for each clip with its prompt, seed, index and drawing time in seconds. The picture ``videos.png`` shows the first
-    clips.
+    The files are in the subfolder ``videos``, with the names that VBench expects. Beside this subfolder, ``videos.jsonl`` has a
+    line for each clip with its prompt, seed, index and drawing time in seconds. The picture ``videos.png`` shows the first
+    eight clips.
 
     Args:
-        folder: path of the folder for these files; None for the log folder. Clips that already exist there are not drawn again.
+        folder: path of the folder that contains the subfolder and both files; None for the log folder. Clips that already exist
+            there are not drawn again.
     """
 
     kind = "videos"
@@ -50,13 +51,15 @@ class ClipWriter(SampleFolder):
 class ContinuationWriter(ClipWriter):
     """Callback that writes continued clips to MP4 files, and compares them with the clips of the data.
 
-    In addition to the files of :class:`ClipWriter`, ``videos.gif`` shows each of the first clips beside the true one, and the
-    rows of ``videos.png`` alternate between true and continued clips. ``videos-by-frame.json`` has, for each predicted
+    The files of clips are named by index, such as ``0007.mp4``. In addition to the files of :class:`ClipWriter`, ``videos.gif``
+    shows each of the first clips beside the true one, and the rows of ``videos.png`` alternate between true and continued
+    clips. ``videos-by-frame.json`` has, for each predicted
     frame, the mean relative error of the clips that have this frame, the median time in seconds, and the size of the generation
     states in bytes. The values at the trained length and at each doubling of it are printed.
 
     Args:
-        folder: path of the folder for these files; None for the log folder. Clips that already exist there are not drawn again.
+        folder: path of the folder for all of these files; None for the log folder. Clips that already exist there are not drawn
+            again.
     """
 
     origin = ("height", "width", "channels", "frames", "start", "shape", "attention", "layer_kinds", "sampling")

@@ -1,1 +1,1 @@
-"""Cross-attention on Triton. It uses the kernels of self-attention with rows and columns from two sequences."""
+"""Cross-attention on Triton. It uses the kernels of self-attention, with queries and keys from two different sequences."""

@@ -1,4 +1,4 @@
-"""Arguments of one call of the Triton cross-attention operator, and a call of the shared kernels for each side."""
+"""Arguments of the Triton cross-attention operator, and the kernel calls made from them: one for queries, one for keys."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class CrossArguments(NamedTuple):
         key_tables: lookup tables of the keys.
         query_mask: ``[B, Nq]`` bool, False for masked queries; None if no query is masked.
         key_mask: ``[B, Nk]`` bool, False for masked keys; None if no key is masked.
-        cu_seqlens: index of the first query of each of S packed sequences, followed by Nq, ``[S + 1]`` on the device of q; None
-            without packing.
+        cu_seqlens: index of the first query of each of S packed sequences, followed by Nq, ``[S + 1]`` int64 on the device of
+            q; None without packing.
         key_cu_seqlens: index of the first key of each packed sequence, followed by Nk, in the same form.
         block_size: queries in a block; 0 for uneven blocks.
         key_block_size: keys in a block; 0 for uneven blocks.
@@ -38,7 +38,7 @@ class CrossArguments(NamedTuple):
         key_block_offsets: index of the first key of each uneven block, followed by Nk; None for blocks of equal size.
         relu: whether the kernels apply the feature map ``relu(x) + 1e-6`` to q and k.
         eps: number added to the normalizer; None if outputs are not divided by the normalizer.
-        form: algorithm: ``"parallel"`` or ``"chunked"``.
+        form: ``"parallel"`` (weights of all token pairs) or ``"chunked"`` (a summary of each block of keys).
         guard: name under which the kernels are disabled in this process if they fail; PyTorch then computes the result. If
             empty, errors are raised instead.
     """

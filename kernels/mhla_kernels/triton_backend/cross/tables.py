@@ -1,7 +1,8 @@
 """Lookup tables of the two sides of cross-attention, queries and keys.
 
-The table of a side describes its own blocks or tiles, as in self-attention. The ranges in rows FIRST, LAST, LOW and HIGH are
-blocks and tokens of the other side, with which the tokens of the block form pairs.
+Each side has a table with a column for each of its blocks or tiles, as in self-attention. The rows FIRST and LAST, however,
+bound a range of blocks of the other side, and the rows LOW and HIGH a range of its tokens, with which the tokens of the block
+form pairs.
 
 Shape letters: M blocks of the side, S packed sequences.
 """

@@ -31,7 +31,8 @@ class CrossKind(NamedTuple):
         keys_masked: whether there is a key mask.
         layout: ``"equal"`` or ``"uneven"`` blocks of queries, or ``"packed"`` sequences.
         key_layout: ``"equal"`` or ``"uneven"`` blocks of keys, or ``"packed"`` sequences.
-        block_size: queries in the largest block, rounded by :func:`mhla_kernels.triton_backend.trial.size_class`.
+        block_size: queries in the largest block. It is rounded by :func:`mhla_kernels.triton_backend.trial.size_class` before
+            the kernels are compared with PyTorch.
         key_block_size: keys in the largest block, rounded in the same way.
         many: whether the form is chunked and at least one side has more than 32 blocks, for which kernels use larger tiles.
     """
@@ -60,12 +61,12 @@ class CrossKind(NamedTuple):
 def make_cross_problem(kind: CrossKind, device: torch.device, query_blocks: int = 3) -> CrossArguments:
     """Create the arguments of a small cross-attention call with random tokens in two heads.
 
-    There are two key blocks. Each side has a block that is shorter than the others if its block size is at least 3.
+    There are two key blocks. If the block size of a side is at least 3, some of its blocks have fewer tokens.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
-        query_blocks: number of query blocks. Packed sequences have this number of blocks each.
+        query_blocks: number of query blocks. In packed sequences, both numbers are those of one sequence.
     """
     rand = random_numbers(device)
     blocks = query_blocks, 2

@@ -32,12 +32,12 @@ class MHLALM(HFLM):
     appends to every text is omitted. Under ``torch.distributed``, each process answers a share of the requests.
 
     Args:
-        pretrained: path of a training checkpoint, of a run's folder or of an exported folder, name of a model on the Hugging
-            Face Hub, or model object.
+        pretrained: path of a training checkpoint, of a run's folder (for its latest checkpoint) or of an exported folder, name
+            of a model on the Hugging Face Hub, or model object.
         tokenizer: folder of a tokenizer, name of a model on the Hugging Face Hub, or tokenizer object; None for the model's own
             tokenizer.
         device: device to load the model to; None for the GPU if there is one. Ignored if ``pretrained`` is a model object.
-        dtype: dtype to load the weights in. Ignored if ``pretrained`` is a model object.
+        dtype: name of the dtype to load the weights in, such as ``"bfloat16"``. Ignored if ``pretrained`` is a model object.
         max_length: maximum number of tokens in prompt and answer together; None for the model's context. A model whose mixing
             coefficients cover fewer tokens is extended; if it was passed as an object, a copy of it is extended.
         cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
@@ -94,7 +94,7 @@ class MHLALM(HFLM):
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Gather a tensor from all processes, and concatenate the results along the first dimension.
 
-        Scalars are stacked to a vector. With a single process, the tensor is returned unchanged.
+        Scalars are stacked into a vector. With a single process, the tensor is returned unchanged.
         """
         if self.world_size <= 1:
             return tensor

@@ -1,7 +1,7 @@
 """Curves of the metrics of compared runs: a PNG picture with matplotlib, and SVG panels for a web page.
 
-Each run is a thin line. The mean of runs that differ only in their seed is a thick line, over the steps at which all of them
-have a value.
+A single run is a thick line. Runs that differ only in their seed are thin lines, and their mean is a thick line over the steps
+at which all of them have a value.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     """Plot the metrics of compared runs against the optimizer step, and write a picture.
 
     Args:
-        groups: groups of runs. Each has a color; if there are more groups than colors, dashes distinguish those that share one.
+        groups: groups of runs. Each has a color; if there are more groups than colors, dashes distinguish groups with the same
+            color.
         path: path of the picture file to write.
         metrics: metrics to plot; None for all.
 
@@ -139,7 +140,7 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
     """Draw the curves of a metric as an SVG element, whose colors follow the style sheet of the page.
 
     Args:
-        metric: name of the metric, one of :func:`drawn_metrics`.
+        metric: name of the metric, one of those that :func:`drawn_metrics` returns.
         groups: compared groups. The lines of a group have the class of :func:`color_class` and, as the attribute
             ``data-group``, the index of the group.
     """

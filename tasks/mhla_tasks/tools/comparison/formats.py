@@ -66,10 +66,10 @@ def _markdown_cell(cell: Cell) -> str:
 def as_csv(table: Table, groups: Sequence[Group]) -> str:
     """Format a table as CSV with unrounded numbers, for other programs.
 
-    If a group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
-    single runs. The last columns contain the seeds and, as a JSON list, the folders. Texts that a spreadsheet would execute as
-    formulas get an apostrophe. Negative numbers stay as they are. A metric without a mean, for example because it is not finite
-    in one of the runs, is an empty cell.
+    If any group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
+    single runs. The last columns contain the seeds and, as a JSON list, the folders. An apostrophe precedes texts that a
+    spreadsheet would execute as formulas. Negative numbers stay as they are. A metric without a mean, for example because it is
+    not finite in one of the runs, is an empty cell.
 
     Args:
         table: table to format.

@@ -54,7 +54,7 @@ class Summary:
 
     Attributes:
         mean: mean over the runs; None if it is not defined, because the value of a run is missing or not finite.
-        spread: sample standard deviation; None for a single run.
+        spread: sample standard deviation; None for a single run, or if the mean is not defined.
         problem: reason why the mean is not defined, such as ``not finite in 1 of 3``; empty if no run recorded the metric.
     """
 
@@ -164,9 +164,10 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
 
 
 def _with_distinct_label(group: Group, groups: Sequence[Group]) -> Group:
-    """Return a group with a label that no other group has.
+    """Return a group with a label that distinguishes it from all other groups.
 
-    If another group has the same label, the notes of the group are appended to it, or its folder if the notes are equal, too.
+    If several groups have the same label, the notes of the group are appended to its label. If two of these groups also have
+    the same notes, the name of the group is appended instead.
     """
     same = [other for other in groups if other.label == group.label]
     if len(same) == 1:

@@ -171,7 +171,7 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
 
 
 def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
-    """Return an HTML paragraph about the two best rows in the first column with a best value; empty if there is none.
+    """Return HTML that names the two best finished rows of the first column with a marked best value; empty if there is none.
 
     Args:
         groups: compared groups.

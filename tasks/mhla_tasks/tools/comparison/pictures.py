@@ -94,7 +94,10 @@ def _figure(group: Group, swatch: str, detail: str, image: str) -> str:
 
 
 def _latest(folder: Path) -> dict[str, Path]:
-    """Return a mapping from the name of each series of pictures in a run's folder to the path of its latest picture."""
+    """Return the path of the latest picture of each series in a run's folder, by name of the series.
+
+    The file names in a series differ only in the optimizer step.
+    """
     latest = newest_pictures(folder / "checkpoints") | newest_pictures(folder / "pictures")
     return {series: path for series, path in latest.items() if series != CURVES}
 

@@ -51,7 +51,7 @@ class Run:
     options: dict[str, Any]
 
     def points(self, metric: str) -> list[tuple[int, float | None]]:
-        """Return the recorded values of a metric, each with its optimizer step.
+        """Return the recorded points of a metric, each an optimizer step and a value.
 
         A value that is not finite is None. The list is empty if the run did not record the metric.
         """

@@ -143,7 +143,7 @@ def _distinct(name: str, metrics: Sequence[str]) -> str:
 def _metric_column(
     name: str, metric: str, summaries: Sequence[Summary], groups: Sequence[Group]
 ) -> tuple[Column, list[Cell]]:
-    """Return the column of a metric, and its cells with the mean and standard deviation of each group."""
+    """Return a column with the heading ``name``, and its cells with a metric's mean and standard deviation in each group."""
     column = Column(name, "number", direction(metric, groups))
     return column, _metric_cells(metric, summaries, groups, column)
 

@@ -27,7 +27,7 @@ HEAD_WIDTH = 64
 
 
 def convert_gguf(file: Path, folder: Path) -> None:
-    """Convert a causal language model in a GGUF file to a folder that transformers loads, with its tokenizer.
+    """Convert a causal language model and its tokenizer from a GGUF file to a folder that transformers loads.
 
     Weights are stored in float32; quantized weights are dequantized. The folder is written atomically.
 
@@ -90,7 +90,7 @@ def _reading_gguf(file: Path) -> Iterator[None]:
 
 
 def convert_onnx(file: Path, folder: Path) -> None:
-    """Convert a DINOv2 model without registers in an ONNX file to a folder that transformers loads, with float32 weights.
+    """Convert a DINOv2 model (without registers) from an ONNX file to a folder that transformers loads, in float32.
 
     The model in the file must have been exported from transformers. If it is part of a larger model, the other parts, such as a
     classifier, are left out. The folder is written atomically.

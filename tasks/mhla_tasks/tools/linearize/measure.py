@@ -158,7 +158,7 @@ def by_position(network: Any, batches: list[Tensor], bounds: list[int]) -> list[
 
 
 def positions(length: int) -> list[int]:
-    """Return positions that divide a sample into ranges: 0, length / 8, length / 4, length / 2 and length, all rounded down."""
+    """Return the bounds of ranges of positions in a sample: 0, length / 8, length / 4, length / 2 and length, rounded down."""
     return [0, *sorted({max(1, length // part) for part in (8, 4, 2, 1)})]
 
 

@@ -41,7 +41,7 @@ Fewer batches are used because the measurement evaluates the model once for each
 class Pipeline:
     """Linearization of a pretrained model: two training runs, an export and a report.
 
-    All intermediate results are stored in a working folder. A second call with the same options resumes from them. A call with
+    All intermediate results are stored in a working folder. A later pipeline with the same options resumes from them. One with
     different options begins again if nothing has been trained yet.
 
     Args:
@@ -221,7 +221,7 @@ class Pipeline:
         self._keep(**{name: result})
 
     def _check_gain(self) -> None:
-        """Print a warning if the model is worse after the second training run than after the first one."""
+        """Print a warning if the second training run made the model worse, according to its monitored validation metric."""
         monitor, mode = stages.MONITORS[self.source.domain]
         matched, tuned = (self.results[name]["metrics"].get(monitor) for name in ("matching", "tuning"))
         if matched is None or tuned is None or (tuned >= matched if mode == "max" else tuned <= matched):

@@ -172,7 +172,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _scrolling(rows: str) -> str:
-    """Return an HTML table that scrolls inside its own box if it is wider than the page."""
+    """Return an HTML table with the given HTML rows, which scrolls inside its own box if it is wider than the page."""
     return f'<div class="scroll"><table>{rows}</table></div>'
 
 

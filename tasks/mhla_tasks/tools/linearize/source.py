@@ -1,4 +1,4 @@
-"""Pretrained models to linearize: folders of transformers or timm, names on the Hugging Face Hub, and GGUF and ONNX files."""
+"""Identification of pretrained models to linearize, in folders, GGUF or ONNX files, on the Hugging Face Hub, or in timm."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class TimmImages:
 
 @dataclass(frozen=True)
 class PretrainedSource:
-    """Pretrained model of transformers or timm.
+    """Description of a pretrained model of transformers or timm that can be linearized, without its weights.
 
     Attributes:
-        path: folder of the model, or its name on the Hugging Face Hub or in timm.
+        path: path of the model's folder, or name of the model on the Hugging Face Hub or in timm.
         domain: ``"language"`` for a causal language model, ``"text"`` or ``"image"`` for an encoder.
         depth: number of layers.
         name: name of the model for messages and reports; for a model in a folder or file, the last part of its path.
@@ -174,7 +174,7 @@ def image_side(name: str, length: int | None = None) -> int | None:
 
 
 def sample_length(name: str, domain: Domain, default: int, length: int | None = None) -> int:
-    """Choose the default length of a training sample for a model, and check the length that the user chose.
+    """Choose the length of a training sample that a model uses by default, and check the length that the user chose.
 
     Args:
         name: path or name of the model, see :func:`open_source`.
@@ -183,12 +183,13 @@ def sample_length(name: str, domain: Domain, default: int, length: int | None = 
         length: length that the user chose, in the same unit; None if the user chose none.
 
     Returns:
-        For texts, ``default`` or the maximum number of tokens that the model was built for, whichever is smaller. For a timm
-        encoder, ``length`` or, if it is None, the image size in timm's data configuration. Otherwise ``default``.
+        Default length. For models of text, it is ``default`` or the maximum number of tokens that the model was built for,
+        whichever is smaller. For a timm encoder, it is the image size in timm's data configuration, rounded down to complete
+        patches, or ``length`` if that is given. For other image encoders, it is ``default``.
 
     Raises:
         FileNotFoundError: if there is no such model.
-        ValueError: if the model does not allow ``length``.
+        ValueError: if the model does not support samples of ``length``.
     """
     if domain == "image":
         return image_side(name, length) or default

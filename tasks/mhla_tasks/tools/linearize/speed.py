@@ -146,7 +146,11 @@ def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> di
 
 
 def _time_generation(network: Any, length: int) -> dict[str, float]:
-    """Return the median time of a generated token after ``length`` tokens in ``seconds``, and the ``bytes`` of the cache."""
+    """Measure the generation time and the cache size of a causal language model after ``length`` tokens.
+
+    Returns:
+        A dict with ``seconds``, the median time per generated token, and ``bytes``, the size of the cache for one sequence.
+    """
     tokens = torch.arange(length + TOKENS_TIMED)[None] % min(1000, network.config.vocab_size)
     cache = network(tokens[:, :length], use_cache=True, logits_to_keep=1).past_key_values
     size, times = _cache_bytes(cache), []
