@@ -14,8 +14,8 @@ class LocalPositionalEncoding(LayoutTables):
     """Local positional encoding: a depthwise convolution of the values over the token grid.
 
     Configurations call it ``lepe``, and the MHLA paper (arXiv 2601.07832) calls it CPE. Inputs and outputs are in the
-    block order of the layout that :meth:`fit` received. Precomputed indices put the values into the order of the grid and back.
-    The output of prefix tokens, which have no neighbors, is zero.
+    block order of ``layout``, or of the layout last passed to :meth:`fit`. Precomputed indices put the values into the order of
+    the grid and back. The output of prefix tokens, which have no neighbors, is zero.
 
     Args:
         layout: token grid and its partition into blocks.

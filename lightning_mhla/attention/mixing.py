@@ -141,7 +141,8 @@ class MixingCoefficients(nn.Module):
         """Return the mixing coefficients between all pairs of blocks as a matrix, for analysis.
 
         Returns:
-            ``[M, M]`` for M blocks, or ``[H, M, M]`` if each of H heads has its own coefficients.
+            ``[M, M]`` for M blocks, or ``[H, M, M]`` if each of H heads has its own coefficients. Entry ``[..., i, j]`` weighs
+            the summary of block j for the queries of block i.
         """
         raise NotImplementedError
 

@@ -58,7 +58,7 @@ class Mixer:
 
         Args:
             summary: summaries of the blocks, ``[B, H, M, ...]``.
-            causal: whether a block's mixture contains only the blocks before it, without itself.
+            causal: whether the mixture of a block contains only the summaries of earlier blocks, not its own.
 
         Returns:
             Mixtures, in the shape of ``summary``.

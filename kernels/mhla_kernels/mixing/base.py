@@ -335,7 +335,7 @@ class Mixing(ABC):
 
         Args:
             summary: summaries of the m blocks of this process, ``[B, H, m, ...]``.
-            causal: whether a block's mixture is over earlier blocks only, without itself.
+            causal: whether the mixture of a block contains only the summaries of earlier blocks, not its own.
             shares: assignment of blocks to processes.
             every: summaries of the M blocks of all processes, ``[B, H, M, ...]``; None to gather them.
 

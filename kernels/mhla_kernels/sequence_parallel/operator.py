@@ -230,7 +230,7 @@ class _SharedMixer(Mixer):
 
         Args:
             summary: summaries of the blocks of this process, ``[B, H, m, ...]``.
-            causal: whether a block's mixture contains only the blocks before it, without itself.
+            causal: whether the mixture of a block contains only the summaries of earlier blocks, not its own.
 
         Returns:
             Mixtures, in the shape of ``summary``.

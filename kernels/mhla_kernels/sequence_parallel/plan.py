@@ -57,7 +57,7 @@ def block_bounds(tokens: int, block_size: int | None, block_offsets: Sequence[in
 
     Args:
         tokens: number of tokens N.
-        block_size: tokens in a block, if all blocks are of equal size; None if ``block_offsets`` is given.
+        block_size: tokens in a block; the last block may be shorter. None if ``block_offsets`` is given.
         block_offsets: for uneven blocks, the index of the first token of each block, followed by N; None if ``block_size`` is
             given.
 

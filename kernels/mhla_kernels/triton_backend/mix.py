@@ -238,8 +238,9 @@ class DenseMixer:
 
         Args:
             call: arguments of the attention operator; in cross-attention, those of the queries.
-            d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32.
-            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
+            d_mixed: gradient of the mixed summaries, ``[B * H, M, W]`` float32 (``[B * H, Mq, W]`` in cross-attention).
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32 (``[B * H, Mk, W]`` in
+                cross-attention).
 
         Returns:
             A list with one float32 tensor, the gradient for each batch row and head, ``[B * H, M, M]`` (``[B * H, Mq, Mk]`` in

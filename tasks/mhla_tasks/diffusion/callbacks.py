@@ -54,7 +54,8 @@ class ClassSampleGrid(drawing.SampleGrid):
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
     """Callback that draws samples during training, cycling through the classes, and scores them against real images.
 
-    Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
+    The metrics are those of :class:`lightning_mhla.generative.fidelity.GenerationMetrics`, such as FID. Samples are drawn with
+    the moving average of the weights if training maintains one, otherwise with the current weights.
 
     Args:
         samples: number of samples; published results use 50,000.

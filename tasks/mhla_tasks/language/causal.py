@@ -267,8 +267,8 @@ class CausalLanguageModel(TrainingModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Divide accumulated gradients by the mean weight of their batches, so that all targets of a step count equally.
 
-        Without this, a batch with few targets would count as much as one with many. Lightning has already divided the
-        gradients by ``accumulate_grad_batches``.
+        The loss of each batch was multiplied by the weight of the batch, which is proportional to its number of targets.
+        Lightning has already divided the gradients by ``accumulate_grad_batches``.
         """
         weights, self._batch_weights = self._batch_weights, []
         if weights and (total := torch.stack(weights).sum()):
@@ -362,7 +362,7 @@ class CausalLanguageModel(TrainingModule):
         return self.tokenizer.batch_decode(tokens[:, ids.shape[1] :], skip_special_tokens=True)
 
     def continuation_options(self) -> dict[str, Any]:
-        """Return the keyword arguments that predict passes to transformers' ``generate`` to continue prompts."""
+        """Return the keyword arguments that ``predict`` passes to transformers' ``generate`` to continue prompts."""
         return self.generation.for_generate()
 
     @property

@@ -76,7 +76,7 @@ def local_files(data_set: Mapping[str, Any]) -> Files:
 
     Raises:
         FileNotFoundError: if a file does not exist or a pattern has no match.
-        ValueError: if the split is not ``"train"``.
+        ValueError: if ``split`` is neither ``"train"`` nor None.
     """
     data_files, split = data_set["data_files"], data_set.get("split")
     if split not in (None, "train"):

@@ -32,7 +32,7 @@ _warned: WeakSet[PreTrainedModel] = WeakSet()
 
 
 def softmax_context(network: PreTrainedModel) -> int | None:
-    """Return the number of tokens that the softmax layers of a model were trained on.
+    """Return the context length, in tokens, with which the softmax layers of a model were trained.
 
     Softmax attention within a window, as in the attention kind ``mhla_window``, does not count, because the distances within a
     window do not grow with the text.
@@ -41,7 +41,7 @@ def softmax_context(network: PreTrainedModel) -> int | None:
         network: causal language model of this package or of transformers, whose attention may have been replaced.
 
     Returns:
-        The number of tokens; None if the model has no softmax layers, or its configuration does not state the number.
+        The context length; None if the model has no softmax layers, or its configuration does not state it.
     """
     limit: int | None = getattr(network.config, "max_position_embeddings", None)
     if limit is None:

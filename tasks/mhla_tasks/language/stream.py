@@ -75,7 +75,8 @@ class PackedRows(IterableDataset):
         * ``tokens``: token indices, ``[b, context + 1]`` int64.
         * ``bytes``: number of bytes of text that the target tokens of each row stand for, ``[b]`` int64. The target tokens are
           all tokens but the first, or those in ``target_mask``.
-        * ``position``: document index and number of used tokens of each row after the batch, ``[b, 2]`` int64.
+        * ``position``: where each row continues after the batch, ``[b, 2]`` int64: the index of its next document, and the
+          number of tokens of this document that are already used.
         * ``valid``: mask that is False for rows that only fill up a batch, ``[b]`` bool; here always True.
         * ``starts``, only with ``separate_documents``: mask of the tokens that begin a document, ``[b, context]`` bool.
         * ``target_mask``, only if ``encode`` returns targets: for each input token, whether the loss counts the token that

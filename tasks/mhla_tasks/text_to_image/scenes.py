@@ -114,7 +114,7 @@ def render(scene: Scene, digits: Sequence[Tensor], random: np.random.Generator) 
 
 
 def _places(scene: Scene, size: int, random: np.random.Generator) -> list[tuple[int, int]]:
-    """Choose a random position for each digit of a scene. Several digits get different quarters of the canvas.
+    """Choose a random position for each digit of a scene. If there are several, each is in a different quarter.
 
     Args:
         scene: scene to render.
