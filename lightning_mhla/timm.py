@@ -71,7 +71,10 @@ def _deit(size: str, **options: Any) -> VisionTransformer:
 
 
 def _renamed(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a model under this package's names, such as ``channels`` instead of timm's ``in_chans``.
+    """Rename timm's options of a model to this package's names, such as ``in_chans`` to ``channels``.
+
+    Args:
+        options: arguments of ``timm.create_model`` by name. An entry ``drop_rate`` is removed in place.
 
     Raises:
         ValueError: if ``drop_rate`` is not 0, since the models have no dropout.

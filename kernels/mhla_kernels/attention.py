@@ -65,7 +65,7 @@ def mhla_attention(
 
     In cross-attention, Nq queries attend to the Nk keys of another sequence, which has its own blocks, and the weight is
     ``m[b(t), b'(j)] * (q_t . k_j)`` with b'(j) for the key block of token j. A call is cross-attention if q and k differ in
-    length, or if it has one of the arguments ``key_block_size``, ``key_block_offsets``, ``query_mask`` and ``key_cu_seqlens``.
+    length, or if one of ``key_block_size``, ``key_block_offsets``, ``query_mask`` and ``key_cu_seqlens`` is given.
     Pass ``key_block_size`` wherever the two lengths could be equal: with equal lengths and without any of these arguments, the
     call is self-attention, where ``key_mask`` also masks queries.
 
@@ -84,11 +84,12 @@ def mhla_attention(
             :class:`ExponentialMixing` is then applied as a matrix, for two sequences that cover the same axis: the distance
             between query block i and key block j is ``|(i + 1/2) Mk / Mq - (j + 1/2)|``, in key blocks. With a grid, both sides
             have this grid.
-        block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``.
+        block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``. In
+            cross-attention, they describe the blocks of queries and, by default, also those of keys.
         block_offsets: M + 1 integers for blocks of uneven size: the index of the first token of each block, followed by N. Not
-            for ``causal=True``. Prefer a tuple: reading a tensor on an accelerator waits for the device.
-        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given, the
-            keys have the blocks of the queries.
+            for ``causal=True`` or packed sequences. Prefer a tuple: reading a tensor on an accelerator waits for the device.
+        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given,
+            ``block_size`` or ``block_offsets`` applies to the keys too.
         key_block_offsets: ``Mk + 1`` integers for key blocks of uneven size, in cross-attention.
         causal: whether token t attends to tokens ``j <= t`` only. With ``"block"``, it attends to all tokens of its own block
             and of all blocks before it: ``b(j) <= b(t)``. Cross-attention is bidirectional.
@@ -98,7 +99,8 @@ def mhla_attention(
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, N]`` bool, False for masked tokens. No token attends to a masked token. Masked tokens keep their
             position and block. Their outputs are zero, and no gradient passes through them. The output of a token that attends
-            to no key is also zero. None masks no token. In cross-attention, ``[B, Nk]``, and only keys and values are masked.
+            to no key is also zero. None masks no token. In cross-attention, ``[B, Nk]``, only keys and values are masked, and
+            one of the four arguments that exist only for cross-attention must be given.
         query_mask: ``[B, Nq]`` bool, False for masked queries, in cross-attention. Their outputs are zero, and no gradient
             passes through them. They may hold any value. None masks no query.
         cu_seqlens: ``[S + 1]`` integers for S packed sequences, with B = 1: the index of the first token of each sequence,
@@ -106,10 +108,10 @@ def mhla_attention(
             exactly M blocks in every non-empty sequence, or an :class:`ExponentialMixing` without a grid. Values on a CPU are
             checked at once; values on an accelerator are checked by the device itself, without waiting for it. None if each row
             is one sequence. In cross-attention, the bounds of the queries.
-        key_cu_seqlens: ``[S + 1]`` integers, the bounds of the keys in packed cross-attention: the queries of sequence s attend
-            to the keys of sequence s. A sequence may have no queries or no keys; queries without keys have zero outputs. Unless
-            ``mixing`` is an :class:`ExponentialMixing` without a grid, every non-empty sequence must have exactly Mq blocks of
-            queries or Mk blocks of keys.
+        key_cu_seqlens: ``[S + 1]`` integers, the bounds of the keys in packed cross-attention, which requires ``cu_seqlens``
+            too: the queries of sequence s attend to the keys of sequence s. A sequence may have no queries or no keys; queries
+            without keys have zero outputs. Unless ``mixing`` is an :class:`ExponentialMixing` without a grid, every non-empty
+            sequence must have exactly Mq blocks of queries or Mk blocks of keys.
         form: algorithm: ``"parallel"`` (all token pairs), ``"chunked"`` (one summary per block), ``"spanning"`` (chunks of
             several blocks, for an :class:`ExponentialMixing` without a grid and blocks of equal size), ``"reference"`` (the
             ``N x N`` matrix of weights, by definition), or ``"auto"``: the cheapest of the first three. Cross-attention has no
@@ -137,8 +139,9 @@ def mhla_attention(
         output or of a gradient. Where the bounds of the sequences are on a CPU, this also holds for infinite and NaN keys.
 
     Raises:
-        ValueError: for shapes, sizes and options that do not fit together, for negative features with ``normalize``, and for
-            decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the remedy.
+        ValueError: for shapes, sizes, devices and options that do not fit together, for negative features with ``normalize``,
+            and for decays of an :class:`ExponentialMixing` that are negative or not finite. The message names the value and the
+            remedy.
         TypeError: if q, k or v has a dtype other than float32, bfloat16 and float64 (float16 sums overflow), if one of them or
             a mask is not a tensor, or if ``mixing`` is neither a floating-point tensor nor a
             :class:`mhla_kernels.mixing.Mixing`.
@@ -203,12 +206,13 @@ def attention_matrix(
     Args:
         q: queries, ``[B, N, H, Dk]``, or ``[B, Nq, H, Dk]`` in cross-attention.
         k: keys, ``[B, N, Hkv, Dk]``, or ``[B, Nk, Hkv, Dk]`` in cross-attention; Hkv divides H.
-        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`. In
-            cross-attention, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
-        block_size: tokens in a block. Give exactly one of this and ``block_offsets``.
+        mixing: coefficients between M blocks, ``[M, M]`` or ``[H, M, M]``, or an :class:`ExponentialMixing`, as for
+            :func:`mhla_attention`. In cross-attention, ``[Mq, Mk]`` or ``[H, Mq, Mk]``.
+        block_size: tokens in a block; the last block may be shorter. Give exactly one of this and ``block_offsets``. In
+            cross-attention, they describe the blocks of queries and, by default, also those of keys.
         block_offsets: for M uneven blocks, M + 1 integers: the index of the first token of each block, followed by N.
-        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given, the
-            keys have the blocks of the queries.
+        key_block_size: tokens in a block of keys, in cross-attention. If neither this nor ``key_block_offsets`` is given,
+            ``block_size`` or ``block_offsets`` applies to the keys too.
         key_block_offsets: ``Mk + 1`` integers for key blocks of uneven size, in cross-attention.
         causal: whether token t attends to tokens ``j <= t`` only; ``"block"`` if it attends to all tokens of its own block and
             of the blocks before it.

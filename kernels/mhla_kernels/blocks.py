@@ -34,7 +34,7 @@ def on_device(values: Tensor | Sequence[int], device: torch.device) -> Tensor:
 
 
 def is_real(device: torch.device) -> bool:
-    """Return whether new tensors on ``device`` have values: False for fake tensors, and while torch compiles a graph."""
+    """Return whether a new tensor on ``device`` is an ordinary tensor, not a fake one; False while torch compiles a graph."""
     return not torch.compiler.is_compiling() and type(torch.empty(0, device=device)) is Tensor
 
 
@@ -238,7 +238,7 @@ class TokenBlocks:
 
     @property
     def order(self) -> Tensor:
-        """Sort key of each token's block, ``[N]`` int64, which increases with the sequence, then with the block."""
+        """Number by which the blocks of the tokens can be ordered, first by sequence and then by block, ``[N]`` int64."""
         return self.block if self.sequence is None else self.sequence * len(self.block) + self.block
 
 

@@ -127,6 +127,12 @@ def check_is_tensor(name: str, x: Any) -> None:
         raise TypeError(f"{name} is {type(x).__name__}; it must be a tensor")
 
 
+def check_are_tensors(q: Any, k: Any, v: Any) -> None:
+    """Raise TypeError unless queries, keys and values are tensors."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_is_tensor(name, x)
+
+
 def check_mask(name: str, mask: Tensor, tokens: Tensor, letter: str) -> None:
     """Check the dtype and the shape of a token mask.
 
@@ -199,8 +205,8 @@ def check_types(q: Tensor, k: Tensor, v: Tensor) -> None:
         ValueError: if a tensor does not have four axes.
         TypeError: if one of them is not a tensor, or if a dtype is not float32, bfloat16 or float64.
     """
+    check_are_tensors(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_is_tensor(name, x)
         if x.dtype not in DTYPES:
             raise TypeError(
                 f"{name} is {x.dtype}; use float32 or bfloat16 (float16 is not supported: sums over a block overflow)"
@@ -302,14 +308,14 @@ def check_one_device(device: torch.device, tensors: dict[str, Tensor | None]) ->
 
 
 def check_span(problem: Problem) -> None:
-    """Check that an attention call can be computed in chunks of several blocks that are connected by running sums.
+    """Check that the spanning form of attention supports a call.
 
-    This algorithm is called the spanning form. It needs blocks of equal size that form a sequence, not a 2-D or 3-D grid, and
-    mixing coefficients of the class ``ExponentialMixing``.
+    This algorithm processes chunks of several blocks, and connects the chunks by running sums. It needs blocks of equal size
+    that form a sequence, not a 2-D or 3-D grid, and mixing coefficients with such sums, such as an ``ExponentialMixing``.
 
     Raises:
-        ValueError: if the mixing coefficients are of a different kind, the blocks differ in size, or the number of tokens is
-            symbolic.
+        ValueError: if the mixing coefficients do not support the spanning form, the blocks differ in size, or the number of
+            tokens is symbolic.
     """
     mixing, layout = problem.mixing, problem.layout
     if mixing.span_terms(bool(problem.weighting.causal)) is None:
@@ -362,10 +368,10 @@ def _check_mixing_size(mixing: Mixing, layout: TokenLayout, causal: Causal, q: T
 
 
 def read_numbers(values: Tensor, name: str) -> list[Any]:
-    """Return the values of an integer tensor as a list of Python integers.
+    """Return the values of a tensor as a list of Python numbers, nested if the tensor has several axes.
 
     Args:
-        values: integer tensor to read.
+        values: tensor to read.
         name: name of the tensor, for the error message.
 
     Raises:
@@ -414,7 +420,7 @@ def check_integers(values: Tensor, name: str) -> None:
     Raises:
         ValueError: if the tensor has several axes or none, or if its dtype is not an integer dtype.
     """
-    if values.dim() != 1 or values.is_floating_point() or values.dtype == torch.bool:
+    if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError(
             f"{name} must be a one-dimensional tensor of integers, got {values.dtype} {list(values.shape)}"
         )
@@ -455,7 +461,7 @@ def check_offsets(offsets: Tensor | Sequence[int], tokens: int, name: str = "blo
         name: name of the argument, for the error message.
 
     Raises:
-        ValueError: if the offsets do not increase from 0 to the number of tokens.
+        ValueError: if the offsets are not integers that increase from 0 to the number of tokens.
     """
     integers = as_integers(offsets, name)
     _check_bounds(integers, tokens, name, least=1)
@@ -473,7 +479,7 @@ def check_packed(
 ) -> TokenLayout:
     """Check the bounds of packed sequences, and return the layout with these bounds.
 
-    Bounds that are on an accelerator, or that torch traces, are checked later, on the device.
+    If the bounds are on an accelerator or are traced by torch, their values are checked later, on the device.
 
     Args:
         layout: layout of the tokens, in blocks of equal size.
@@ -486,8 +492,8 @@ def check_packed(
         name: name of the argument, for the error message.
 
     Raises:
-        ValueError: if the bounds decrease or do not run from 0 to the number of tokens, if the mixing does not cover a
-            sequence, or if there are several batch rows.
+        ValueError: if the bounds are not integers that start at 0, never decrease, and end at the number of tokens; if the
+            mixing does not cover a sequence; or if there is not exactly one batch row.
     """
     if batch != 1:
         raise ValueError(f"{name} packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
@@ -502,9 +508,9 @@ def check_packed(
             if end > start:
                 check_sequence(end - start)
         return layout._replace(cu_seqlens=torch.tensor(bounds))
-    integers = not (cu_seqlens.is_floating_point() or cu_seqlens.is_complex() or cu_seqlens.dtype == torch.bool)
-    if cu_seqlens.dim() != 1 or not integers or len(cu_seqlens) < 2:
-        raise ValueError(f"{name} must be at least two integers, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+    check_integers(cu_seqlens, name)
+    if len(cu_seqlens) < 2:
+        raise ValueError(f"{name} must be at least two integers, got {list(cu_seqlens.shape)}")
     steps = cu_seqlens.diff()
     counts = (steps + block_size - 1) // block_size
     valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == tokens) & (steps >= 0).all()

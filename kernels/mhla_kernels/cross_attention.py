@@ -44,7 +44,7 @@ def cross_attention(problem: CrossProblem, form: Form, backend: Backend) -> Tens
 
 
 def cross_attention_matrix(problem: CrossProblem) -> Tensor:
-    """Compute the weights of cross-attention, ``[B, H, Nq, Nk]``, which are zero in the rows of masked queries.
+    """Compute the weights of cross-attention, ``[B, H, Nq, Nk]``, with zeros for masked queries and masked keys.
 
     Args:
         problem: checked arguments of the call.
@@ -58,8 +58,8 @@ def choose_cross_form(problem: CrossProblem, backend: Literal["torch", "triton"]
     """Choose the algorithm with the lower estimated cost for a cross-attention call.
 
     If a number of tokens is symbolic, as under ``torch.export``, the choice is ``"chunked"``. The cost of packed sequences is
-    estimated for sequences of average length, with one exception. If their bounds are on an accelerator or are traced, PyTorch
-    mixes the blocks of all sequences by one matrix, so the cost is that of one long sequence.
+    estimated for sequences of average length, with one exception: if the backend is PyTorch and the bounds are on an
+    accelerator or traced, one matrix mixes the blocks of all sequences, so the cost is that of one long sequence.
 
     Args:
         problem: checked arguments of the call.

@@ -20,11 +20,12 @@ def map_features(
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
-        k: keys, ``[B, N, Hkv, Dk]``.
-        v: values, ``[B, N, Hkv, Dv]``.
+        k: keys, ``[B, N, Hkv, Dk]``; in cross-attention, their number may differ from N.
+        v: values, ``[B, N, Hkv, Dv]``, as many as keys.
         feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
         query_mask: ``[B, N]`` bool, False for masked queries, which may hold any value, NaN included; None masks no query.
-        key_mask: mask of keys and values, of the same form; in self-attention, the same tensor.
+        key_mask: bool mask of keys and values with the first two axes of ``k``, False for masked ones, which may hold any
+            value; None masks no key.
 
     Returns:
         Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.

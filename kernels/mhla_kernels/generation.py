@@ -21,6 +21,7 @@ from mhla_kernels.backend import Backend, Form, check_form_and_backend
 from mhla_kernels.blocks import BlockPartition, at_most, divide_up, on_device
 from mhla_kernels.checks import (
     as_indices,
+    check_are_tensors,
     check_block_size,
     check_devices,
     check_is_tensor,
@@ -93,7 +94,8 @@ def mhla_prefill(
 
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects, or if ``lengths`` or ``state`` does not fit the call.
-        TypeError: for a dtype that is not float32, bfloat16 or float64.
+        TypeError: if q, k or v is not a tensor, or has a dtype other than float32, bfloat16 and float64, or if ``mixing`` is
+            not of a type that :func:`mhla_attention` accepts.
     """
     check_tokens(q)
     check_tensors(q, k, v)
@@ -161,7 +163,7 @@ def mhla_step(
     eps: float = 1e-6,
     feature_map: FeatureMap = "identity",
 ) -> tuple[Tensor, MHLAState]:
-    """Apply causal :func:`mhla_attention` to one more token of every row, and return outputs and a new generation state.
+    """Apply causal :func:`mhla_attention` to the next token or block of every row, and return outputs and a new state.
 
     The state replaces the keys and values of earlier tokens. For each row and head, a step takes time ``O(K V)``. When a block
     begins, it takes ``O(M K V)`` for mixing by a matrix of M blocks, and ``O(R K V)`` for exponential mixing with R terms.
@@ -194,7 +196,8 @@ def mhla_step(
     Raises:
         ValueError: for arguments that :func:`mhla_attention` rejects, or if ``state`` does not fit the call, or was passed to
             an earlier call with ``donate_state=True``.
-        TypeError: for a dtype that is not float32, bfloat16 or float64.
+        TypeError: if q, k or v is not a tensor, or has a dtype other than float32, bfloat16 and float64, or if ``mixing`` is
+            not of a type that :func:`mhla_attention` accepts.
     """
     check_causal(causal)
     check_state(state, MHLAState, "mhla_prefill")
@@ -278,12 +281,6 @@ def check_tokens(q: Tensor, step: str = "mhla_step") -> None:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [B, N, H, K]; one token goes to {step}")
 
 
-def _check_are_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise TypeError unless ``q``, ``k`` and ``v`` are tensors."""
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_is_tensor(name, x)
-
-
 def check_one_token(q: Tensor, k: Tensor, v: Tensor, prefill: str = "mhla_prefill") -> None:
     """Check that ``q``, ``k`` and ``v`` have three axes, ``[B, H, D]``, which functions for one token at a time require.
 
@@ -297,7 +294,7 @@ def check_one_token(q: Tensor, k: Tensor, v: Tensor, prefill: str = "mhla_prefil
         ValueError: if one of them does not have three axes; the message names the function for several tokens.
         TypeError: if one of them is not a tensor.
     """
-    _check_are_tensors(q, k, v)
+    check_are_tensors(q, k, v)
     if q.dim() != 3 or k.dim() != 3 or v.dim() != 3:
         shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
         raise ValueError(f"q, k, v have shapes {shapes}; a step takes one token, [B, H, D]; several go to {prefill}")
@@ -310,7 +307,7 @@ def check_one_block(q: Tensor, k: Tensor, v: Tensor, block_size: int) -> None:
         ValueError: if one of them does not have four axes, or if there are no tokens or more than ``block_size``.
         TypeError: if one of them is not a tensor.
     """
-    _check_are_tensors(q, k, v)
+    check_are_tensors(q, k, v)
     shapes = ", ".join(str(list(x.shape)) for x in (q, k, v))
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or not 1 <= q.shape[1] <= block_size:
         raise ValueError(
@@ -422,7 +419,7 @@ class Piece(NamedTuple):
     """Generation state that is ready for new tokens, and the position in each row at which they are appended.
 
     Attributes:
-        start: the generation state, of the same class as the state that :func:`begin` was given. If the last block of a row was
+        start: the generation state, of the class of the state that was passed to :func:`begin`. If the last block of a row was
             full and the row gets new tokens, that block is now one of the finished blocks, and a new block is open.
         firsts: index of the block that receives the first new token, in each row; for a row without new tokens, the index of
             its last block.

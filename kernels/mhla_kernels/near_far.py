@@ -78,8 +78,8 @@ class FarTokens(NamedTuple):
 def scale_features(f: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
     """Divide the features of each query by the largest of them, and add the logarithm of this divisor to ``far``.
 
-    Without this step, second derivatives would overflow for features near 1e-11, because they contain the squared inverse of
-    the sum of the weights.
+    The divisor is 1 if all features are zero. Without the division, second derivatives would overflow for features near 1e-11,
+    because they contain the squared inverse of the sum of the weights.
 
     Args:
         f: nonnegative features of the queries, ``[..., C, K]``.
@@ -301,7 +301,7 @@ def _gradients_of_scores(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Move all axes but the heads and the last two into the batch: ``[B, H, ..., C, D]`` to ``[B ..., H, C, D]``."""
+    """Move all axes but the heads and the last two into the batch: ``[B, H, ..., C, D]`` to ``[B * ..., H, C, D]``."""
     x = x.movedim(1, -3).flatten(0, -4)
     return x if x.stride(-1) == 1 else x.contiguous()  # flash attention reads features as if their stride were 1
 
@@ -319,7 +319,7 @@ def _added(visible: Tensor, q: Tensor) -> Tensor:
         q: queries, ``[B, H, ..., C, Dk]``, which give the dtype.
 
     Returns:
-        ``[B ..., 1, C or 1, S]``.
+        ``[B * ..., 1, C or 1, S]``.
     """
     visible = visible.expand(q.shape[0], 1, *q.shape[2:-2], *visible.shape[-2:])
     return _rows(q.new_zeros(visible.shape).masked_fill_(~visible, -torch.inf))

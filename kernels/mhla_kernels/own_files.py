@@ -1,4 +1,4 @@
-"""Safe access to a cache folder that other users may write to. Links are not followed, and files of other users are not read.
+"""Safe access to a cache folder that others may write to. Links are not followed, and files of untrusted users are not used.
 
 Files of the user who runs this process and of root are trusted. Some file systems show one owner for all files (FUSE, NFS that
 maps root to nobody). On these file systems, the owner of a newly made file is trusted too.

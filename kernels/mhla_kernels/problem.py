@@ -76,8 +76,8 @@ def prepare(problem: Problem, features: bool = True) -> Problem:
 
     Args:
         problem: checked arguments.
-        features: whether to apply the feature map. If False, the result keeps the name of the map for the algorithm, which
-            then applies it. With a key mask, the map is always applied here, because masked tokens must be zero after it.
+        features: whether to apply the feature map. If False, the result names the map, and the algorithm applies it later. With
+            a key mask, the map is applied here in either case, because masked tokens must be zero after it.
     """
     mask, here = problem.key_mask, features or problem.key_mask is not None
     applied: FeatureMap = problem.feature_map if here else "identity"

@@ -47,7 +47,8 @@ class StateKind:
         near: number of heads and width of the keys that the state stores for softmax attention between near tokens; None if
             there is no softmax attention.
         sinks: number of first tokens that every token attends to by softmax.
-        block_causal: whether tokens attend to all tokens of their own block, so that a call completes a block.
+        block_causal: whether tokens attend to all tokens of their own block, so that a row can be continued only after a
+            complete block.
     """
 
     mixing: str
@@ -94,6 +95,8 @@ class BlockState:
     """Base class of generation states, which hold block summaries in place of the keys and values of earlier tokens.
 
     A state is a pytree of its tensors. ``torch.load`` reads it with ``weights_only=True``.
+
+    The class attribute ``tensor_names`` lists the fields that are tensors.
 
     States share memory where that is safe. The class attribute ``own_names`` names the tensors that may be written to in place.
     Each of these tensors is owned by at most one state. It is written to only if a caller donates this state, that is, passes
@@ -257,7 +260,7 @@ class BlockState:
             mixing: mixing coefficients between blocks.
             moves: flag for each row, True if the row gets a token.
             writes: whether tensors may be written to in place at all (see :meth:`may_write`).
-            donated: whether the caller gives up this state, so that its own tensors may be written to as well.
+            donated: whether the caller gives up this state, so that the tensors that it owns may be written to as well.
 
         Returns:
             The new state, or this state if no row starts a block.

@@ -1,4 +1,4 @@
-"""Decision whether ``backend="auto"`` may use a Triton kernel on this machine.
+"""Decision on whether ``backend="auto"`` may use a Triton kernel on this machine.
 
 Before the first use of a kernel, a trial compares it with PyTorch. If they agree, a file in the user's cache folder says so,
 and later processes skip the trial. A kernel that disagrees, or that fails later, is not used for the rest of the process. See
@@ -58,7 +58,7 @@ def cache_folder() -> Path:
     """Return the folder that stores which Triton kernels agree with PyTorch.
 
     The environment variable ``MHLA_CACHE`` names the folder. If it is not set, the folder is ``mhla`` in the user's cache
-    folder or, for a user without a home folder, ``mhla-`` and the user ID in the system's folder for temporary files.
+    folder. For a user without a home folder, it is ``mhla-UID``, with the user ID, in the system's folder for temporary files.
     """
     if folder := os.environ.get("MHLA_CACHE"):
         return Path(folder)
@@ -119,10 +119,10 @@ def folder_of(device: str) -> Path:
 def may_use(kind: str, device: str, trial: Callable[[], str]) -> bool:
     """Return whether a Triton kernel agrees with PyTorch on a device, so that it may be used.
 
-    The first call compares the kernel with PyTorch, unless an earlier process has stored that it agrees. Later calls return
-    the same result. During the capture of a CUDA graph, no comparison is possible, and the result is False if there is none
-    yet. It is also False if this process stopped using the kernel before any comparison, for example because another process
-    had stopped using it (see :func:`agree_on_kernels`).
+    The first call compares the kernel with PyTorch, unless an earlier process has stored that it agrees. Later calls return the
+    same result, even if the kernel fails in between (:func:`guarded` then uses PyTorch). During the capture of a CUDA graph, no
+    comparison is possible, and the result is False if there is none yet. It is also False if this process stopped using the
+    kernel before any comparison, for example because another process had stopped using it (see :func:`agree_on_kernels`).
 
     Args:
         kind: name of the kernel, which is used in file names.
@@ -164,7 +164,7 @@ def judge(kind: str, device: str, trial: Callable[[], str]) -> Verdict:
             exception if they are too large. It runs in a separate thread, where no mode of torch (such as autocast) is active.
 
     Returns:
-        The result, which is also the answer of :func:`may_use` in this process from now on.
+        The result. From now on, :func:`may_use` returns its field ``agrees`` in this process.
 
     Raises:
         Exception: if the trial fails for lack of memory.
@@ -242,7 +242,8 @@ def agree_on_kernels(group: dist.ProcessGroup | None = None) -> dict[str, str]:
         group: process group whose processes take part; None for all processes.
 
     Returns:
-        A dict whose keys are the names of the kernels that no process uses any longer, and whose values are the reasons.
+        A dict whose keys are the names of the kernels that no process of the group uses any longer, and whose values are the
+        reasons.
     """
     if dist.is_available() and dist.is_initialized():
         withdrawn_by_rank: list[Any] = [None] * dist.get_world_size(group)

@@ -258,7 +258,7 @@ def check_sink_queries(sink_q: Tensor | None, q: Tensor, causal: bool = True) ->
         causal: whether the attention is causal.
 
     Raises:
-        ValueError: if the attention is not causal, or the queries differ from ``q`` in shape, dtype or device.
+        ValueError: if ``sink_q`` is passed to attention that is not causal, or differs from ``q`` in shape, dtype or device.
     """
     if sink_q is None:
         return
@@ -337,9 +337,9 @@ def check_window(
 
 
 def _check_blocks(number: int, block_grid: Sequence[int], has_sinks: bool) -> None:
-    """Raise ValueError unless ``number`` is the number of blocks in a grid, plus one if ``has_sinks``.
+    """Raise ValueError unless a call with ``number`` blocks fits a grid with ``block_grid`` blocks along its axes.
 
-    Symbolic sizes are not checked.
+    With ``has_sinks``, the call must have one block more than the grid. Symbolic sizes are not checked.
     """
     grid = tuple(block_grid)
     if any(is_dynamic(length) for length in (*grid, number)):

@@ -81,7 +81,7 @@ def attend_all(
 
 
 class Window(NamedTuple):
-    """Mixing coefficients and block grid of windowed attention without causality, which the methods compute block by block.
+    """Mixing coefficients and block grid of non-causal windowed attention, with methods that compute it block by block.
 
     Attributes:
         matrix: mixing coefficients between all blocks, ``[M, M]`` or ``[H, M, M]``; zero for near blocks, whose tokens
@@ -184,8 +184,8 @@ def _window(grid: Sequence[int], lead: int, device: torch.device) -> tuple[Tenso
         device: device of the results.
 
     Returns:
-        Indices of the blocks, int64, and a bool mask that is False for blocks outside the window; both ``[M, R]``. R is the
-        product of the widths of the window along the axes, at most 3 blocks each.
+        Indices of the blocks, int64, and a bool mask; both ``[M, R]``. R is the product of the widths of the window along the
+        axes, at most 3 blocks each. The mask is False for indices that only fill up the row of a block at an edge of the grid.
     """
     block = torch.zeros(1, 1, dtype=torch.int64, device=device)
     near = torch.ones_like(block, dtype=torch.bool)

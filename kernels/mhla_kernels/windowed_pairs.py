@@ -72,7 +72,7 @@ def near_pairs(near_blocks: Tensor, block: Tensor, sinks: int) -> Tensor:
     """Return a mask of pairs of tokens that are near each other, ``[N, N]`` bool.
 
     Args:
-        near_blocks: mask of blocks that are the same or next to each other, ``[M, M]`` bool.
+        near_blocks: ``[M, M]`` bool, True for pairs of blocks that are the same or next to each other.
         block: index of each token's block, ``[N]`` int64.
         sinks: number of sinks, the first tokens, each of which is near every token.
     """
@@ -106,7 +106,7 @@ def attend_near(tokens: Sequence[Tensor], real: Tensor, near: Tensor, far: FarTo
         tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each. Further tensors
             are ignored.
         real: mask of tokens that may be attended to, ``[B, N]`` bool.
-        near: mask of near pairs, ``[N, N]`` bool.
+        near: ``[N, N]`` bool, or broadcastable to it, True where a key (column) is near a query (row).
         far: sums over the far tokens of each query, which are added to those over the near tokens.
     """
     q, k, v = (x.transpose(1, 2) for x in tokens[:3])

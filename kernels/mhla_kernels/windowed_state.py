@@ -1,7 +1,7 @@
-"""Generation with windowed attention: softmax weights for near tokens, MHLA weights for far tokens, a few tokens at a time.
+"""Generation with windowed attention, which has softmax weights for near tokens and MHLA weights for far tokens.
 
-The state holds the keys and values of the sinks (the first tokens, which every token reads) and of two blocks, and the
-summaries of all earlier blocks.
+A call processes one or more new tokens of each row, and returns a state for the next call. The state holds the keys and values
+of the sinks (the first tokens, which every token reads) and of two blocks, and the summaries of all earlier blocks.
 
 Shape letters: B batch, N tokens, H heads, M blocks, C slots of a block, S sinks, K width of a key's features, V width of a
 value, ``W = K V + K`` numbers of a summary.
@@ -257,8 +257,8 @@ def mhla_window_step(
 
     Windowed attention has softmax weights for near tokens and MHLA weights for all other earlier tokens (far tokens), as in
     :func:`mhla_kernels.mhla_window_attention`. Near tokens are in the query's block, in the block before it, or at the start of
-    the row (sinks). A step takes time ``O(C Dk + S Dk + K V)`` for blocks of C tokens and S sinks. The first token of a block
-    takes longer, because finished blocks are then mixed.
+    the row (sinks). For each row and head, a step takes time ``O((C + S) (Dk + V) + K V)`` with blocks of C tokens and S
+    sinks. The first token of a block takes longer, because finished blocks are then mixed.
 
     Args:
         q: query, ``[B, H, Dk]``, for B batch rows and H heads of width Dk.
@@ -350,7 +350,7 @@ def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, s
 
 
 def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
-    """Return the position in its row of each new token, ``[B, N]`` int64, for N = ``tokens`` new tokens per row."""
+    """Return the position of each new token in its row, ``[B, N]`` int64, where N is the number ``tokens`` of new tokens."""
     return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 

@@ -61,7 +61,7 @@ class Attention(AttentionKind):
         gate: whether the output has a gate; None for the value of ``config.gate``.
 
     Raises:
-        ValueError: if the configuration names a different kind than the class, if widths and numbers of heads do not fit
+        ValueError: if ``config.kind`` is not the kind of the class, if widths and numbers of heads do not fit
             together, or if the kind or the layout does not support causal attention or rotary positions.
     """
 
@@ -187,11 +187,11 @@ class Attention(AttentionKind):
             key_mask: ``[B, N]`` bool, False for hidden tokens, in the order of ``x``. Hidden tokens do not influence other
                 tokens, even if they contain NaN, and their outputs are zero. None if all tokens are visible.
             rotary: rotary angles of the tokens, in the order of ``x``; None to compute them from positions counted from 0.
-                Layers for images ignore this argument and compute the angles from row and column. Layers without rotary
-                embedding ignore it too.
+                Layers for images that have their own projections ignore this argument and compute the angles from row and
+                column. Layers without rotary embedding ignore it too.
             cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N. Only for causal
                 attention. None for one sequence in each row.
-            projections: projections to use if the layer has none of its own; None for the layer's own.
+            projections: projections of another module, if the layer has none of its own; None to use the layer's own.
             share: part of each sequence that this process holds, if sequences are distributed over processes. Only for causal
                 attention. None for complete sequences.
             layout: token layout for this call only; None for the layout of the last :meth:`fit`. Compiled graphs pass it,
@@ -201,8 +201,8 @@ class Attention(AttentionKind):
             Outputs in the shape and order of ``x``.
 
         Raises:
-            ValueError: if the number of tokens does not fit the layout, or the kind of attention does not support one of the
-                arguments.
+            ValueError: if the number of tokens does not fit the layout, the kind of attention does not support one of the
+                arguments, or the arguments contradict each other.
         """
         self._check_tokens(x, key_mask, cu_seqlens, share, layout)
         projections = self._own_projections() if projections is None else projections
@@ -239,10 +239,10 @@ class Attention(AttentionKind):
                 because the method may modify it in place.
             counts: number of tokens in each row of ``x``, without padding.
             rotary: rotary angles of these tokens; None to continue counting positions from the previous tokens.
-            projections: projections to use if the layer has none of its own; None for the layer's own.
+            projections: projections of another module, if the layer has none of its own; None to use the layer's own.
 
         Returns:
-            Outputs ``[B, N, dim]``, and the state after these tokens.
+            Outputs ``[B, N, dim]``, and the state after these tokens (see :meth:`continue_from`).
 
         Raises:
             ValueError: if the kind of attention does not support generation token by token, the layer is not causal, a
@@ -288,7 +288,7 @@ class Attention(AttentionKind):
                 and columns of the result have the same order.
             key_mask: ``[B, N]`` bool, False for hidden tokens; None if all tokens are visible.
             rotary: rotary angles of the tokens, in the order of ``x``, as for :meth:`forward`; None to compute them.
-            projections: projections to use if the layer has none of its own; None for the layer's own.
+            projections: projections of another module, if the layer has none of its own; None to use the layer's own.
 
         Raises:
             ValueError: if the number of tokens does not fit the layout, or the kind of attention does not support one of the

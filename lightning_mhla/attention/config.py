@@ -157,8 +157,8 @@ class AttentionConfig:
     def _checked_options(self) -> dict[str, Any] | None:
         """Return the options of the attention kind, checked and with defaults filled in; None if none are set.
 
-        If no options are set, the result is None instead of the kind's defaults. Otherwise, a default configuration would
-        contain options that other kinds reject.
+        If no options are set, the kind's defaults are not filled in, because a default configuration would then contain options
+        that other kinds reject. The result is also None if the kind has no options of its own.
         """
         if self.options is None:
             return None

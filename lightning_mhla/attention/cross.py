@@ -47,8 +47,8 @@ class CrossAttention(nn.Module):
             :meth:`forward`.
 
     Raises:
-        ValueError: if the configuration is for a different kind or different blocks, or has an option that only self-attention
-            supports, or if widths and numbers of heads do not fit together.
+        ValueError: if the configuration is for a different kind or has an option that only self-attention supports, or if
+            widths and numbers of heads do not fit together.
     """
 
     kind: ClassVar[str] = ""
@@ -115,7 +115,7 @@ class CrossAttention(nn.Module):
         Args:
             layout: new layout of the queries, with as many axes as the former one.
             device: device of the tokens; None for the CPU.
-            context_layout: new layout of the context, with as many axes as the former one; None to keep it.
+            context_layout: new layout of the context, with as many axes as the former one; None to keep the former one.
         """
         self.layout = layout
         self.context_layout = self.context_layout if context_layout is None else context_layout
@@ -146,7 +146,7 @@ class CrossAttention(nn.Module):
                 they contain NaN. None if all are visible. The attention outputs of a row without visible context are zero.
             start: number of tokens of the sequence before ``x``, for generation piece by piece. Must be 0 unless the
                 layout of the queries is a sequence.
-            projections: projections to use if the layer has none of its own; None for the layer's own.
+            projections: projections of another module, if the layer has none of its own; None to use the layer's own.
             layout: layout of the queries for this call only; None for the layout of the last :meth:`fit`.
             context_layout: layout of the context for this call only; None for the layout of the last :meth:`fit`.
 
@@ -202,7 +202,7 @@ class CrossAttention(nn.Module):
         Args:
             context: context tokens ``[B, Nk, context_dim]``, in raster order.
             context_mask: mask of visible context tokens, ``[B, Nk]`` bool; None if all are visible.
-            projections: projections to use if the layer has none of its own; None for the layer's own.
+            projections: projections of another module, if the layer has none of its own; None to use the layer's own.
             context_layout: layout of the context; None for the layout of the last :meth:`fit`.
 
         Raises:
@@ -267,7 +267,7 @@ class CrossAttention(nn.Module):
         Kinds that support summaries implement this method.
 
         Args:
-            inputs: inputs of the call. Its keys and values are empty, because the summaries replace them.
+            inputs: inputs of the call, with empty keys and values, because the summaries replace them.
             summaries: summaries that this layer computed, with as many rows as the queries.
         """
         raise NotImplementedError
@@ -299,11 +299,11 @@ class CrossAttention(nn.Module):
 
 
 def check_cross_config(config: AttentionConfig, kind: str) -> None:
-    """Check that a configuration describes cross-attention of a kind.
+    """Check that a configuration is valid for a cross-attention layer of a certain kind.
 
     Args:
         config: configuration of the layer.
-        kind: kind of cross-attention.
+        kind: kind that the layer computes, such as ``"mhla"``.
 
     Raises:
         ValueError: if the configuration names a different kind or a kind without cross-attention, or sets an option that needs

@@ -95,7 +95,8 @@ class ContextSummaries:
             q: queries ``[B, Nq, H, Dk]``, before the feature map.
 
         Raises:
-            ValueError: if a different layer computed the summaries, or if rows, heads or widths differ.
+            ValueError: if a different layer computed the summaries, or if summaries and queries differ in rows, heads or
+                widths.
         """
         if self.layer() is not layer:
             raise ValueError(

@@ -138,8 +138,8 @@ class MHLACrossAttention(LinearCrossAttention, kind="mhla"):
         y = attention(torch.randn(2, 256, 384), torch.randn(2, 40, 512))
 
     Dense mixing coefficients have one entry for each pair of blocks of the two layouts. Exponential ones need two grids with
-    the same number of axes, and take any length. With ``mixing_init="uniform"``, or if the grids have different numbers of
-    axes, the layer starts as linear attention.
+    the same number of axes, and do not limit the number of blocks. With ``mixing_init="uniform"``, or if the grids have
+    different numbers of axes, the layer starts as linear attention.
 
     The constructor takes the arguments of :class:`CrossAttention`, and a configuration of kind ``"mhla"``. If the
     configuration sets ``block_grid`` or ``block_size``, they must agree with ``layout``.

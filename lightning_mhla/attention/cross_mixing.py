@@ -39,6 +39,9 @@ def initial_cross_mixing(layout: BlockLayout, context_layout: BlockLayout, init:
 
     Returns:
         ``[Mq, Mk]`` float32 on the CPU, with rows that sum to 1.
+
+    Raises:
+        ValueError: if ``init`` is unknown.
     """
     check_init(init)
     if init == "uniform" or len(layout.grid) != len(context_layout.grid):

@@ -90,7 +90,7 @@ def apply_features(
     key_weighting: bool = False,
     key_mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Literal["identity", "relu"]]:
-    """Apply a feature map, key weighting and rotary embedding to queries and keys.
+    """Apply a feature map to queries and keys, optionally followed by key weighting and rotary embedding.
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -99,11 +99,12 @@ def apply_features(
             :class:`LearnedFeatures`.
         rotary: rotary angles of the tokens; None for no rotation.
         key_weighting: whether to scale each key by its softmax weight for the mean query, see :func:`weighted_keys`.
-        key_mask: ``[B, N]`` bool, False for hidden tokens; None if no token is hidden.
+        key_mask: ``[B, N]`` bool, False for hidden tokens, which key weighting leaves out; None if no token is hidden.
 
     Returns:
-        Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. It is ``"relu"`` if
-        the attention kernel can apply the map ``relu`` itself at no extra cost, otherwise ``"identity"``.
+        Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. This map is
+        ``"relu"`` for ``features="relu"`` without key weighting and rotary embedding, because the attention kernel applies it
+        at no extra cost. Otherwise, it is ``"identity"``.
     """
     remaining_map: Literal["identity", "relu"] = "identity"
     if features == "elu":

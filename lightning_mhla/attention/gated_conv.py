@@ -28,6 +28,9 @@ class ConvolutionOptions:
 
     Args:
         conv: width of the convolution: the number of tokens that each output depends on, including the output's own token.
+
+    Raises:
+        ValueError: if ``conv`` is less than 1.
     """
 
     conv: int = 3
@@ -41,7 +44,8 @@ class GatedConvolution(Attention, kind="gated_conv"):
     """Gated short convolution ``q * conv(v)``: a causal depthwise convolution of the values, multiplied by the queries.
 
     This is BaseConv of Zoology and Based (arXiv 2312.04927, equation 3; arXiv 2402.18668), which alternates with attention
-    layers. Queries are as wide as values, and there are no keys. The constructor takes the arguments of :class:`Attention`.
+    layers. Queries are as wide as values, and there are no keys. The constructor takes the arguments of :class:`Attention`,
+    but ignores ``key_width``.
 
     Raises:
         ValueError: if ``projections`` is False, or for the same reasons as in :class:`Attention`.

@@ -49,7 +49,7 @@ class GatedDeltaNet(RecurrentAttention, kind="gated_deltanet"):
 
 
 def _of_length_one(x: Tensor) -> Tensor:
-    """Normalize vectors ``[..., D]`` to unit length, with sums in float32 or wider. Zero vectors stay zero."""
+    """Divide vectors ``[..., D]`` by the square root of their squared length plus 1e-6. Sums are in float32 or wider."""
     wide = x.float() if x.dtype != torch.float64 else x
     # The constant is inside the root, so that the gradient at a zero vector is finite.
     return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(x.dtype)

@@ -26,6 +26,9 @@ class GLAOptions(RecurrentOptions):
         backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         decay_rank: rank of the projection from tokens to decays.
         decay_divisor: number by which the log-decays are divided. A larger number makes the initial decays closer to 1.
+
+    Raises:
+        ValueError: if ``decay_rank`` or ``decay_divisor`` is not positive.
     """
 
     decay_rank: int = 16

@@ -31,7 +31,7 @@ class AttentionKind(nn.Module):
 
     The class of a kind does not derive from this class directly, but from the complete layer,
     :class:`lightning_mhla.attention.Attention`. It implements :meth:`attend`. If the kind supports generation token by token,
-    the class also implements :meth:`continue_from`. It overrides the following members if their defaults are not suitable:
+    the class also implements :meth:`continue_from`. A class overrides the following members if their defaults are not suitable:
 
     - ``Order``, the class that puts the tokens into the order that :meth:`attend` needs;
     - :meth:`projected_heads`, which returns the numbers of heads that the input projection computes;
@@ -128,9 +128,10 @@ class AttentionKind(nn.Module):
         return options
 
     def operator_inputs(self, inputs: AttentionInputs) -> AttentionInputs:
-        """Convert projected heads to inputs of :meth:`attend`, by repeating keys and values for every query head.
+        """Convert projected heads to inputs of :meth:`attend`.
 
-        A kind that supports fewer key heads than query heads overrides this method and returns ``inputs`` unchanged.
+        The default implementation repeats key heads and value heads, so that every query head has its own. A kind that supports
+        fewer key heads than query heads overrides this method and returns ``inputs`` unchanged.
         """
         return inputs.repeated(self.heads // self.key_value_heads)
 
@@ -170,8 +171,9 @@ class AttentionKind(nn.Module):
     def continue_from(self, inputs: AttentionInputs, state: Any, counts: Sequence[int]) -> tuple[Tensor, Any]:
         """Compute causal attention for the next tokens of each row, given the state after the previous tokens.
 
-        A state has the attributes ``lengths`` (number of previous tokens in each row) and ``bytes`` (size in memory), and a
-        method ``select(rows)`` that returns the state of the rows with the given indices.
+        Kinds that support generation implement this method. A state has the attributes ``lengths`` (number of previous tokens
+        in each row) and ``bytes`` (size in memory), and a method ``select(rows)`` that returns the state of the rows with the
+        given indices.
 
         Args:
             inputs: inputs of the next tokens. Rows with fewer tokens than others are padded on the right.

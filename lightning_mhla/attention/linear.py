@@ -21,7 +21,7 @@ CHUNK = 64
 class LinearAttention(SummaryAttention, kind="linear"):
     """Linear attention, in which all queries share one key-value summary: the sum of ``k v^T`` over the visible tokens.
 
-    It is computed as multi-head linear attention (MHLA) with mixing coefficients of 1. The constructor takes the arguments of
+    The layer computes multi-head linear attention (MHLA) with mixing coefficients of 1. The constructor takes the arguments of
     :class:`Attention`.
     """
 

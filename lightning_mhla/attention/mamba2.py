@@ -67,7 +67,8 @@ class Mamba2(RecurrentAttention, kind="mamba2"):
     def projected_heads(self) -> tuple[int, int, int]:
         """Return the numbers of query (C), key (B) and value (x) heads that the input projection computes.
 
-        C and B have as many heads as the option ``groups`` states. A layer without its own projections ignores this option.
+        C and B have as many heads as the option ``groups`` states (see :class:`Mamba2Options` for its default). A layer without
+        its own projections ignores this option.
 
         Raises:
             ValueError: if ``groups`` does not divide the number of heads.

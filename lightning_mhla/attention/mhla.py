@@ -154,7 +154,7 @@ class MHLA(SummaryAttention, kind="mhla"):
                 :meth:`fit`.
 
         Returns:
-            Mixing coefficients, and the keyword argument ``block_size`` or ``block_offsets`` of the functions of
+            Mixing coefficients, and a dict with the keyword argument ``block_size`` or ``block_offsets`` for the functions of
             ``mhla_kernels``.
         """
         if placement is not None:

@@ -86,8 +86,8 @@ def uniform_mixing(layout: BlockLayout, causal: bool = False) -> Tensor:
         causal: whether blocks read only themselves and earlier blocks.
 
     Returns:
-        ``[M, M]`` float32 on the CPU. Each entry is ``1 / M``. For causal attention, the entries of row i are ``1 / (i + 1)``
-        up to the diagonal and 0 after it.
+        ``[M, M]`` float32 on the CPU. Without ``causal``, each entry is ``1 / M``. With ``causal``, the entries of row i are
+        ``1 / (i + 1)`` up to the diagonal and 0 after it.
     """
     weight = torch.ones(layout.num_blocks, layout.num_blocks, device="cpu")
     if causal:
@@ -444,14 +444,14 @@ class ExponentialCoefficients(MixingCoefficients):
         return fitted if fitted is not None and fitted.shape == parameter.shape else None
 
     def _inside(self, decay: Tensor) -> Tensor:
-        """Reflect decays per block into the allowed range."""
+        """Reflect decays per block into the allowed range, from ``min_decay`` to 20."""
         return bounded(decay, self.min_decay, LARGEST_DECAY)
 
     def _rescaled(self, decay: Tensor, block_grid: tuple[int, ...]) -> Tensor:
         """Rescale decays per block to a different block grid, so that the decay over the full length of an axis is the same.
 
         Args:
-            decay: decays per block of the present grid.
+            decay: decays per block of the current grid.
             block_grid: new number of blocks along each axis.
 
         Returns:

@@ -47,7 +47,7 @@ class TokenOrder(LayoutTables):
 
     @property
     def placement(self) -> Placement:
-        """Layout of the last :meth:`fit`, and the permutation of input tokens into the order that attention processes."""
+        """Layout of the last :meth:`fit`, and the permutation of input tokens into the order in which attention reads them."""
         return Placement(self.layout, self.order, self.inverse, {})
 
     def operator_layout(self, layout: BlockLayout) -> BlockLayout:

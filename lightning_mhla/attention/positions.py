@@ -31,7 +31,10 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
     def turn(self, x: Tensor, feature_map: Literal["identity", "relu"] = "identity") -> Tensor:
-        """Apply a feature map to queries or keys ``[B, N, H, D]``, rotate them by the angles, and return the result."""
+        """Apply a feature map to queries or keys ``[B, N, H, D]``, rotate them by the angles, and return the result.
+
+        The feature map ``"relu"`` is ``relu(x) + 1e-6``.
+        """
         return rotary_features(x, self.cos, self.sin, feature_map=feature_map, interleaved=self.interleaved)
 
     def select(self, order: Tensor) -> Rotary:

@@ -33,7 +33,7 @@ class RankAugmentedLinearAttention(LinearAttention, kind="rala"):
     :class:`Attention`.
 
     Raises:
-        ValueError: if the layer is causal.
+        ValueError: if the layer is causal, or for the same reasons as in :class:`Attention`.
     """
 
     unused: ClassVar[tuple[str, ...]] = (*MIXING_OPTIONS, *FIXED)
@@ -65,7 +65,7 @@ class MagnitudeAwareLinearAttention(Attention, kind="mala"):
     rotary embedding, they sum to 1. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
-        ValueError: if the layer is causal.
+        ValueError: if the layer is causal, or for the same reasons as in :class:`Attention`.
     """
 
     Order = GivenOrder

@@ -109,8 +109,8 @@ class Operands(NamedTuple):
     def hide(self, real: Tensor | None) -> Operands:
         """Return a copy with keys, values and gates set to zero where ``real`` is False.
 
-        These tokens leave the state unchanged. A zero key and value add nothing to it, and it does not decay, because decays
-        are stored as logarithms.
+        The hidden tokens leave the state unchanged. A zero key and value add nothing to it, and it does not decay, because
+        decays are stored as logarithms.
 
         Args:
             real: ``[B, N]`` bool, False for tokens to hide; None to hide no token.
@@ -176,7 +176,7 @@ class RecurrentAttention(Attention):
             inputs: inputs of the layer, with queries, keys and values after the short convolution and rotary embedding.
 
         Returns:
-            Inputs of the recurrence. Keys and values may have fewer heads than the layer; the caller repeats them.
+            Inputs of the recurrence. Queries, keys and values may have fewer heads than the layer; the caller repeats them.
         """
         raise NotImplementedError
 
@@ -292,11 +292,11 @@ class RecurrentAttention(Attention):
     @torch.no_grad()
     @override
     def open_gate(self) -> None:
-        """Initialize the parts that pretrained weights do not include: gate, ``lepe``, short convolution and decays.
+        """Initialize the parts that pretrained weights do not include: output gate, ``lepe``, short convolution and decays.
 
-        Gate and ``lepe`` (a convolution of the values) initially leave the output unchanged. The short convolution initially
-        passes its input on to the SiLU that follows it. The parameters of the decays are drawn from a fixed seed, so that they
-        are the same on all machines.
+        Output gate and ``lepe`` (a convolution of the values) initially leave the output unchanged. The short convolution
+        initially passes its input on to the SiLU that follows it. The parameters of the decays and of the other gates of the
+        recurrence are drawn from a fixed seed, so that they are the same on all machines.
 
         Raises:
             ValueError: if the gate has no bias.
@@ -310,7 +310,7 @@ class RecurrentAttention(Attention):
             self.reset_gates()
 
     def reset_gates(self) -> None:
-        """Draw new initial values for the parameters of the decays. The default implementation does nothing."""
+        """Draw new initial values for the parameters of the recurrence, such as decays. The default does nothing."""
 
     @override
     def operator_flops(self, tokens: int) -> float:

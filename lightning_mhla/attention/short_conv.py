@@ -14,7 +14,7 @@ class ShortConvolution(nn.Module):
 
     Args:
         channels: number of channels of a token.
-        taps: width of the convolution: the number of tokens that each output depends on, including its own.
+        taps: width of the convolution: the number of tokens that each output depends on, including the output's own token.
         bias: whether the convolution has a bias.
     """
 

@@ -32,7 +32,8 @@ class SummaryAttention(Attention):
     the attention. The constructor takes the arguments of :class:`Attention`.
 
     Raises:
-        ValueError: if the layer is causal, and its configuration sets ``key_weighting`` or ``normalize_before_rotary``.
+        ValueError: if the layer is causal and its configuration sets ``key_weighting`` or ``normalize_before_rotary``, or for
+            the same reasons as in :class:`Attention`.
     """
 
     handles: ClassVar[tuple[str, ...]] = ("key_mask", "rotary", "cu_seqlens", "share")
@@ -145,5 +146,8 @@ class SummaryAttention(Attention):
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
     def normalizer_eps(self, inputs: AttentionInputs) -> float:
-        """Return the small constant that is added to the sum of a query's attention weights before dividing by it."""
+        """Return the small constant that is added to the sum of a query's attention weights before dividing by this sum.
+
+        Derived classes may choose it by ``inputs``, for example by the number of tokens.
+        """
         return SANA_EPS if self.config.feature_map == "sana" else EPS

@@ -55,7 +55,7 @@ class WindowOptions:
             ``-.inf``, attention is always to near tokens only.
         feature_positions: number of positions that features for far tokens distinguish by rotary embedding; tokens at later
             positions get the features of the last of these positions. With 1, features ignore positions. None for all
-            positions, which does not work beyond the length of the training texts. Only for causal attention.
+            positions, which works only up to the length of the training texts. Only for causal attention.
         sinks: number of tokens at the start of each sequence that every token attends to by softmax (attention sinks,
             StreamingLLM, arXiv 2309.17453). It is at most the block size. Images and video do not use it: their prefix tokens,
             such as a class token, are always sinks.
@@ -101,7 +101,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
 
     Raises:
         ValueError: if the feature map is ``identity``, ``sinks`` exceeds the block size, or ``feature_positions`` is set and
-            the layer is not causal.
+            the layer is not causal; also for the same reasons as in :class:`MHLA`.
     """
 
     Options = WindowOptions
@@ -160,7 +160,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
               softmax window.
             - ``far``: logarithms ``[B, N, H]`` of the factors that multiply the attention weights of far tokens.
             - ``sink_q``: queries that read the sinks, if they differ from ``q``. This is the case in causal attention with
-              sinks if some tokens are at positions beyond the limit ``context``.
+              sinks if some tokens are at positions beyond the limit ``self.context``.
         """
         q, k = inputs.turned
         parts: dict[str, Any] = {"q": q, "k": k, "v": inputs.v}

@@ -97,7 +97,7 @@ class ExponentialMovingAverage(Callback):
         self._use_trained(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the optimizer step at which the average was last updated, for the checkpoint."""
+        """Return the state for a checkpoint: a dict with ``latest_update_step``, the optimizer step of the last update."""
         return {"latest_update_step": self._updated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,7 +142,10 @@ class ExponentialMovingAverage(Callback):
 
     @contextmanager
     def average_weights(self, pl_module: LightningModule) -> Iterator[None]:
-        """Context manager in which the module has the averaged weights. On exit, its trained weights are restored."""
+        """Context manager in which the module has the averaged weights. On exit, its trained weights are restored.
+
+        Inside a validation, in which the module has the averaged weights already, entry and exit change nothing.
+        """
         if self._trained is not None:  # inside a validation, which restores them
             yield
             return
@@ -175,15 +178,18 @@ class ExponentialMovingAverage(Callback):
 
 
 def _copies(pl_module: LightningModule, names: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return copies, by name, of the weights that require gradients and of those whose names are in ``names``."""
+    """Return copies, by name, of the weights that require gradients and of those whose names are in ``names``.
+
+    The copies of weights in half precision are float32.
+    """
     _reshard(pl_module)
     return {name: _exact(p.detach()) for name, p in pl_module.named_parameters() if p.requires_grad or name in names}
 
 
 def _averaged_names(checkpoint: dict[str, Any]) -> set[str]:
-    """Return the names of the weights in a checkpoint whose average differs from the trained weight, except sharded ones.
+    """Return the names of the unsharded weights in a checkpoint whose average differs from their trained value.
 
-    These weights have been averaged. Some may be frozen when the run resumes, until a callback unfreezes them.
+    Such weights have been averaged, so their average has to be restored even if they are frozen when the run resumes.
     """
     averages, trained = checkpoint.get("state_dict") or {}, checkpoint.get(LIVE) or {}
     both = {name: (averages[name], trained[name]) for name in trained if name in averages}

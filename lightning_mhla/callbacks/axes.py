@@ -23,8 +23,8 @@ class Axis:
     If the smallest and the largest value are equal, or almost equal, the range of the axis is widened around them.
 
     Args:
-        low: smallest value.
-        high: largest value.
+        low: smallest value to plot.
+        high: largest value to plot.
         start: pixel position of the end with the smallest value.
         end: pixel position of the end with the largest value.
         logarithmic: whether the axis is logarithmic, which requires positive values.
@@ -62,9 +62,9 @@ class Axis:
         return self.start + (self._position(value) - self.low) / (self.high - self.low) * (self.end - self.start)
 
     def ticks(self) -> list[Tick]:
-        """Return about five round values inside the axis with their labels, in ascending order.
+        """Return about five (value, label) pairs for round values inside the axis, in ascending order.
 
-        No two labels are equal. There are at least three ticks, except on an axis of integers with fewer than three.
+        No two labels are equal. There are at least three ticks, unless an axis of integers contains fewer than three integers.
         """
         if not self.logarithmic:
             return _best(_round_ticks(self.low, self.high, self.whole))

@@ -99,9 +99,9 @@ class BestCheckpoints:
     def name_last(self, last: Path) -> None:
         """Set ``last_model_path`` of all ModelCheckpoints before the next checkpoint is written.
 
-        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. The path is ``last``,
-        unless a ModelCheckpoint with ``save_last`` uses a different path for its ``last.ckpt``. It is then that path, and
-        :meth:`finish` later saves the checkpoint there too, as a hard link where possible.
+        The paths are set first, because the checkpoint contains the states of the ModelCheckpoints. A ModelCheckpoint with
+        ``save_last`` whose own ``last.ckpt`` has a different path keeps that path, and :meth:`finish` also saves the
+        checkpoint there, as a hard link where possible. All others get the path ``last``.
 
         Args:
             last: path of the run's latest checkpoint, ``last.ckpt``.

@@ -1,7 +1,7 @@
 """Report section about a classifier: its accuracy by class, its confusion matrix and its worst mistakes.
 
 The section is built from ``classes.json`` in the folder of the run. The callback for image classification writes this file, and
-other classifiers may write one too.
+callbacks for other classifiers may write it too.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def class_section(folder: Path) -> str:
 
 
 def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return an HTML table of classes with their accuracies, lowest first.
+    """Return an HTML table of up to 20 classes with the lowest accuracies, in ascending order.
 
     ``names`` lists the class names by label. ``counts`` maps each true label to the number of samples by predicted label.
     """
@@ -111,7 +111,7 @@ def _cell(count: int, total: int) -> str:
 
 
 def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return an HTML table of the pairs of true and predicted classes that are confused most often.
+    """Return an HTML table of up to ten pairs of true and predicted classes that are confused most often.
 
     ``names`` lists the class names by label. ``counts`` maps each true label to the number of samples by predicted label.
     """

@@ -16,10 +16,10 @@ CURVES = "learning_curves.png"
 
 
 class LearningCurves(Callback):
-    """Callback that plots the logged metrics against the optimizer step, and writes them to ``learning_curves.png``.
+    """Callback that plots the logged metrics against the optimizer step in the picture ``learning_curves.png``.
 
     The file lies in the folder of the run's checkpoints. Metrics whose names differ only in the prefix, such as ``train/loss``
-    and ``val/loss``, share a plot. Each other name, such as ``val_loss``, has its own plot. Some runs first train each new
+    and ``val/loss``, share a plot. Every other metric, such as ``val_loss``, has its own plot. Some runs first train each new
     attention layer to match the layer that it replaces. The loss of these steps has its own plot, ``layer_distance``.
     Checkpoints store the recorded values, so a resumed run continues its curves.
 

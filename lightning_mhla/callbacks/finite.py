@@ -145,7 +145,7 @@ class FiniteWatch(Callback):
             pl_module.log("train/skipped_steps", float(self.skipped))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the number of skipped steps, for the checkpoint."""
+        """Return the state for a checkpoint: a dict with ``skipped``, the number of skipped steps."""
         return {"skipped": self.skipped}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -47,8 +47,8 @@ def draw_mixing(mixing: dict[str, Tensor], layouts: dict[str, BlockLayout], step
     """Draw the mixing coefficients of all layers as a figure with one plot for each layer (MHLA paper, figure 4b).
 
     Args:
-        mixing: coefficients of M blocks by layer number, either ``[M, M]`` or ``[H, M, M]``. The latter are averaged over the H
-            heads.
+        mixing: coefficients of M blocks by layer number, either ``[M, M]`` or ``[H, M, M]``. Rows are blocks of queries, and
+            columns are the blocks whose summaries are mixed. ``[H, M, M]`` is averaged over the H heads.
         layouts: arrangement of the tokens in blocks, by layer number.
         step: optimizer step after which the coefficients were taken.
 
@@ -132,11 +132,12 @@ def _heads(matrix: Tensor) -> str:
 def draw_attention(
     weights: dict[str, Tensor], layouts: dict[str, BlockLayout], image: Tensor | None, step: int, queries: int = 3
 ) -> tuple[Figure, str]:
-    """Draw the attention maps of a few queries (columns) in every layer (rows), averaged over heads, beside the image.
+    """Draw the attention maps of a few queries (columns) in every layer (rows), averaged over heads.
 
     Args:
-        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. Prefix tokens, such as class
-            tokens, come first, followed by the other tokens in raster order.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. The second axis is the query, and
+            the third is the key. Prefix tokens, such as class tokens, come first, followed by the other tokens in raster
+            order.
         layouts: arrangement of the tokens in a 2-D grid, by layer number.
         image: image to show in the first column, ``[channels, height, width]`` with values in any range. If it does not have
             three channels, the mean of its channels is shown. None to omit the column.
@@ -199,13 +200,14 @@ def draw_frames(
     """Draw how a query in the middle of a video clip attends to several frames (columns) in every layer (rows).
 
     Args:
-        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. They are averaged over heads. Prefix
-            tokens, such as class tokens, come first, followed by the other tokens in raster order.
+        weights: attention matrices ``[H, N, N]`` of H heads and N tokens, by layer number. The second axis is the query, and
+            the third is the key. The matrices are averaged over heads. Prefix tokens, such as class tokens, come first,
+            followed by the other tokens in raster order.
         layout: arrangement of the tokens in a grid of frames, rows and columns.
         clip: clip to show above the maps, ``[channels, frames, height, width]``. It may have more frames than the grid. None to
             show only the maps.
         step: optimizer step after which the maps were computed.
-        frames: maximum number of columns. They are spread evenly over the clip, and the query lies in the middle one.
+        frames: maximum number of frames to draw. They are spread evenly over the clip, and the query lies in the middle one.
 
     Returns:
         The figure, and a caption that says what to look for.

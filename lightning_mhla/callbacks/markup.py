@@ -80,7 +80,7 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
 def document(title: str, body: str) -> str:
     """Return a complete HTML document.
 
-    Bytes in file names that are not valid UTF-8 are written as escapes such as ``\\udcff``.
+    Characters that UTF-8 cannot encode, which stand for invalid bytes in file names, become escapes such as ``\\udcff``.
 
     Args:
         title: title of the browser window, as text.
@@ -203,9 +203,9 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Reduce a curve of more than 300 points to 151 to 301 points by averaging neighbors.
+    """Reduce a curve of more than 300 points to 151 to 301 points by averaging neighbors. Shorter curves stay unchanged.
 
-    The last point of the curve does not change.
+    The last point of a curve is never averaged.
     """
     size = math.ceil(len(points) / LONGEST_CURVE)
     if size <= 1:

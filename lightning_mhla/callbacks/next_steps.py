@@ -35,8 +35,9 @@ def next_steps(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> li
     Args:
         folder: folder of the run.
         checkpoints: folder of the run's checkpoints.
-        record: content of the run's ``run.json``. Its entry ``usage``, if any, maps purposes to commands for this kind of
-            model, in which ``{run}`` and ``{folder}`` are replaced as in :data:`USAGE`.
+        record: content of the run's ``run.json``. Its entry ``finished`` says whether the run is finished. Its entry
+            ``usage``, if any, maps purposes to commands for this kind of model, in which ``{run}`` and ``{folder}`` are
+            replaced as in :data:`USAGE`.
 
     Returns:
         Commands, the most useful first. The list is empty if no command can use or resume the run, because the run has no

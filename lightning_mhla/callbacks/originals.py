@@ -19,7 +19,7 @@ NOT_VALIDATED = ("batch_size", "num_workers", "seed", "augment", "train", "shard
 
 
 def original_scores(folder: Path) -> dict[str, float]:
-    """Return the validation metrics of the model whose attention a run replaced, as recorded when it was trained.
+    """Return the validation metrics of the model whose attention a run replaced, recorded when that model was trained.
 
     If the run started from a checkpoint whose name contains a step, the metrics are those of this step. If it started from
     ``last.ckpt`` or from the folder of a run, they are the latest ones. Metrics on different validation data cannot be compared

@@ -217,11 +217,11 @@ def _classes(folder: Path) -> str:
 
 
 def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, float]]], main: str | None) -> str:
-    """Return an HTML section with plots of all metrics that change during the run.
+    """Return an HTML section with plots of the metrics that change during the run.
 
     Metrics whose names differ only in their prefix share a plot. A plot of the main metric alone is left out, because it is at
-    the top of the page. ``record`` is the content of ``run.json``, and ``points`` contains the (step, value) pairs of each
-    metric.
+    the top of the page. If ``main`` is None, the training loss takes the place of the main metric. ``record`` is the content of
+    ``run.json``, and ``points`` contains the (step, value) pairs of each metric.
     """
     plots = []
     for title, names in panels_of(points).items():

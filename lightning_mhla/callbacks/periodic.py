@@ -83,7 +83,7 @@ class PeriodicEvaluation(Callback):
         return bool(self.every_n_steps and step and step % self.every_n_steps == 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the optimizer step of the latest evaluation, for the checkpoint."""
+        """Return the state for a checkpoint: a dict with ``evaluated``, the optimizer step of the latest evaluation."""
         return {"evaluated": self._evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

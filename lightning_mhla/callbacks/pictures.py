@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 def attention_rank(weights_HNN: Tensor) -> float:
     """Compute the numerical rank of attention matrices, averaged over heads (MHLA paper, figure 3).
 
+    The rank is the number of singular values, computed in float32, above the default threshold of ``torch.linalg.matrix_rank``.
+
     Args:
         weights_HNN: attention matrices ``[H, N, N]`` of H heads and N tokens.
     """
@@ -107,7 +109,7 @@ class AttentionPictures(Callback):
         self._folder, self._period, self._drawn_step = run_folder(trainer) / "pictures", 0, -1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a dict with the index of the latest period with pictures, for the checkpoint.
+        """Return the state for a checkpoint: a dict with ``period``, the index of the latest period with pictures.
 
         A period has ``every_n_epochs`` epochs.
         """
@@ -270,7 +272,7 @@ class AttentionPictures(Callback):
 
 
 def _shares_sequences(module: Any) -> bool:
-    """Return whether the processes split each sequence among themselves, so that none has a complete attention matrix."""
+    """Return whether processes split each sequence of a module, so that none of them has a complete attention matrix."""
     return getattr(module, "sequence_group", None) is not None
 
 

@@ -96,7 +96,7 @@ MATCHING = "train/layer_distance"
 
 
 def matching_steps(module: Any) -> int:
-    """Return the number of optimizer steps in which new attention layers learn to match the original ones; 0 if none."""
+    """Return for how many optimizer steps a module's new attention layers learn to match the original ones; 0 if none do."""
     return int(getattr(getattr(module, "distillation", None), "layer_steps", 0))
 
 
@@ -114,7 +114,7 @@ def separate_stages(
         matching_steps: number of optimizer steps of the first stage; 0 if there is none.
 
     Returns:
-        The points to show, without metrics that have none left. Without a first stage, all points are unchanged.
+        The points to show, without metrics that have no points left. Without a first stage, all points are unchanged.
     """
     if not matching_steps:
         return dict(points)

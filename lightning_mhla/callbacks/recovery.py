@@ -123,7 +123,10 @@ class Recovery(Checkpoint):
         return folder / CHECKPOINTS if has_run_folder else checkpoint_folder(trainer)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Restore the previous signal handlers, and let the ModelCheckpoints write their files themselves again."""
+        """Stop handling signals, and let the ModelCheckpoints write their files themselves again.
+
+        The previous signal handlers are restored. If a signal has stopped the run, further signals are ignored instead.
+        """
         self.signals.stop(ignore=self.leaving)
         self._best.release()
 
@@ -166,7 +169,10 @@ class Recovery(Checkpoint):
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Exit before the next step if the run is to stop. By then, the metrics of the last step have been logged."""
+        """Raise :class:`RunStopped` before the next step if a signal stopped the run and its state was saved.
+
+        By then, the metrics of the last step have been logged.
+        """
         if self.leaving:
             raise RunStopped
         self._row_is_due = True
@@ -213,7 +219,7 @@ class Recovery(Checkpoint):
             - ``started_from``: path of the checkpoint that the run started from; None if it started from scratch.
             - ``validated_step``: optimizer step of the last validation; -1 if there was none.
             - ``validation_metrics``: names of the metrics that validation has logged.
-            - ``stops``: steps at which the run was stopped.
+            - ``stops``: steps that were saved only because a signal stopped the run.
             - ``finished``: whether training is over.
             - ``plan``: result of :meth:`BestCheckpoints.plan`.
         """

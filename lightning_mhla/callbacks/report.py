@@ -100,8 +100,8 @@ class RunReport(Callback):
         """Return the parts of the report that checkpoints and model cards contain.
 
         Returns:
-            Dict with ``points`` (validation metrics by step), ``seconds`` (training time so far), ``versions`` (of libraries)
-            and ``pretrained`` (path or name of the weights that the run started from, or None).
+            Dict with ``points`` (steps and values of each validation metric), ``seconds`` (training time so far), ``versions``
+            (result of :func:`versions`) and ``pretrained`` (path or name of the weights that the run started from, or None).
         """
         return {
             "points": as_lists(self.points.of_validation()),

@@ -24,7 +24,8 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
     Args:
         trainer: trainer of the run.
-        checkpoint: entries of the checkpoint, changed in place.
+        checkpoint: entries of the checkpoint, changed in place: ``row_to_log`` is added, a dict with the entries ``step`` and
+            ``metrics``.
     """
     connector = logger_connector(trainer)
     if connector.should_update_logs:
@@ -33,14 +34,14 @@ def keep_row(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 def log_again(trainer: Trainer, row: dict[str, Any] | None) -> None:
-    """Log metrics that :func:`keep_row` stored in the checkpoint of a resumed run to each logger that lacks them.
+    """Log the metrics that :func:`keep_row` stored to each logger that continues in the folder of the resumed run.
 
-    The TensorBoard log also gets an event that makes TensorBoard discard the values that the stopped run logged at this step
-    and later.
+    A CSV file that already contains the metrics is left unchanged. The TensorBoard log also gets an event that makes
+    TensorBoard discard the values that the stopped run logged at this step and later.
 
     Args:
         trainer: trainer of the resumed run.
-        row: step and metrics that :func:`keep_row` stored; None if the checkpoint has none.
+        row: dict with ``step`` and ``metrics`` that :func:`keep_row` stored; None if the checkpoint has none.
     """
     row = row or {"step": trainer.global_step, "metrics": {}}
     for logger in trainer.loggers:

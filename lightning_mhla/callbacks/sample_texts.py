@@ -26,10 +26,12 @@ def fenced(text: str, language: str = "") -> str:
 
 
 def sample_sections(folder: Path) -> list[str]:
-    """Return HTML sections with the texts that the model generated, newest first. Texts of earlier steps are collapsed.
+    """Return an HTML section for each file ``samples*.md`` with texts that the model generated.
+
+    A section shows the texts of the latest step. Texts of earlier steps are collapsed, newest first.
 
     Args:
-        folder: folder of the run. The texts are read from its files ``samples*.md``, and each file becomes one section.
+        folder: folder of the run, which contains the files.
     """
     sections = []
     for path in sorted(folder.glob("samples*.md")):

@@ -132,8 +132,9 @@ class StallWatch(Callback):
                 rank; updated in place.
 
         Returns:
-            Progress of each process by rank: a dict with the entries of its latest message, such as ``at`` and ``host`` (see
-            :func:`describe`), and ``silent``, the number of seconds since the message last changed.
+            Progress of each process by rank, a dict with the entries ``at``, ``host`` and ``silent`` (see :func:`describe`),
+            ``evaluates`` (whether the process runs a periodic evaluation) and ``waits`` (whether it waits for other processes
+            in a collective operation).
         """
         own_state = {
             "at": [self._step, self._phase],

@@ -34,7 +34,7 @@ class StoredPicture(NamedTuple):
 
 
 def newest_pictures(folder: Path) -> dict[str, Path]:
-    """Return the picture with the latest step of each series in a folder, by the name of the series.
+    """Return the path of the picture with the latest step of each series in a folder, by the name of the series.
 
     Args:
         folder: folder with pictures. The file names of a series differ only in the optimizer step, so ``clips.png`` and

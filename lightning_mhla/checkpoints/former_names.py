@@ -41,7 +41,7 @@ def moved_options(root: str, kind: type) -> dict[str, str]:
 
     Some constructor arguments became fields of an options dataclass, which is now passed to the constructor as one argument,
     such as ``training``. An option counts as moved if the constructor does not accept its former name, and the default value of
-    the dataclass argument has a field for it.
+    the dataclass argument has a field with this name.
 
     Args:
         root: ``"model"`` if ``kind`` is a model class, or ``"data"`` if it is a data module class.

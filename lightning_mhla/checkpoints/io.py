@@ -91,7 +91,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         """Read the entries of a checkpoint.
 
         A local checkpoint is verified first. Its tensors are read onto the CPU, and its path is added as the entry
-        ``read_from``. Checkpoints at a URL are read by Lightning's own reader.
+        ``read_from``. Lightning's own reader is used for a checkpoint at a URL, and for ``.temp.ckpt``, the temporary file in
+        which Lightning passes weights between processes.
 
         Args:
             path: path or URL of a checkpoint, or path of a run folder, which stands for its latest complete checkpoint.
@@ -290,7 +291,7 @@ def resolve_checkpoint(path: Path) -> Path:
         Path of a complete checkpoint.
 
     Raises:
-        FileNotFoundError: if no checkpoint exists at the path.
+        FileNotFoundError: if no checkpoint exists at the path, or several runs lie below a folder without checkpoints.
         ValueError: if the checkpoint is damaged, or the folder has no complete one.
     """
     return _first_process(lambda: _checked(path))

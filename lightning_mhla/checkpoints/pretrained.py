@@ -82,8 +82,16 @@ def read_trained(path: str | Path) -> Pretrained | None:
 def read_pretrained(path: str | Path) -> Pretrained:
     """Read pretrained weights from a run, a checkpoint, or a folder with ``config.json`` and safetensors files.
 
+    Args:
+        path: folder of a run, whose latest complete checkpoint is read; a sharded checkpoint; a ``.ckpt`` file; or a folder to
+            which a model was exported, with ``config.json`` and safetensors files.
+
+    Returns:
+        Weights and hyperparameters of the model. If a checkpoint contains a moving average of the weights, the average is
+        returned.
+
     Raises:
-        FileNotFoundError: if the path does not lead to a run, a checkpoint or such a folder.
+        FileNotFoundError: if the path is none of these.
         ValueError: if the files cannot be read safely.
     """
     if (trained := read_trained(path)) is not None:
@@ -143,7 +151,8 @@ def adopt(
         network: model to load the weights into, changed in place.
         source: weights and options of the pretrained model.
         path: path of the weights, for messages.
-        heads: name prefixes of output layers, which keep their initial values if the pretrained size differs.
+        heads: name prefixes of output layers, which keep their initial values if the pretrained model lacks them or has them
+            in a different size.
         positions: names of position embeddings ``[1, side * side, dim]``, which are resized if the model has a different number
             of tokens.
 
@@ -219,9 +228,9 @@ def _is_added(name: str) -> bool:
 
 
 def _moves(module: MixingCoefficients | None, block_grid: tuple[int, ...] | None) -> bool:
-    """Return whether a layer's block grid differs from that of the pretrained model, for example 2 x 8 and 4 x 4 blocks.
+    """Return whether a layer's block grid and that of the pretrained model differ in size, such as 2 x 8 and 4 x 4 blocks.
 
-    The result is False for grids with different numbers of axes, and if either grid is unknown.
+    Only grids with the same number of axes are compared. Otherwise, and if either grid is unknown, the result is False.
 
     Args:
         module: mixing coefficients of the layer; None if the layer has none.
@@ -239,7 +248,7 @@ def resize_positions(position: Tensor, tokens: int) -> Tensor:
         tokens: number of tokens of the new grid, a square number.
 
     Returns:
-        Embeddings ``[1, tokens, dim]``.
+        Embeddings ``[1, tokens, dim]`` with the dtype of ``position``.
 
     Raises:
         ValueError: if either grid is not square.

@@ -59,7 +59,7 @@ WAIT_AFTER_REQUEUE = 120.0
 
 
 class RunFolder:
-    """Folder of a training run. The first process of the run locks it, so that no other run uses it.
+    """Folder of a training run. The first process of the run locks it until that process ends, so that no other run uses it.
 
     Args:
         path: path of the folder; created if it does not exist.
@@ -184,7 +184,7 @@ def _is_marked(run: Path) -> bool:
 
 
 def _is_blank(lock: Path) -> bool:
-    """Return whether a lock file is empty, as it is if its process was killed before writing to it."""
+    """Return whether a lock file is empty, which happens if the process that created it was killed before writing to it."""
     return stat.S_ISREG(lock.lstat().st_mode) and not _head(lock).strip(" \n\0")
 
 
@@ -200,7 +200,10 @@ def _head(file: Path) -> str:
 
 
 def _foreign(folder: Path) -> Iterator[Path]:
-    """Yield the paths below a folder that are not outputs of a run, a shell or a job scheduler. Run folders are skipped."""
+    """Yield the paths below a folder that are neither configurations nor outputs of a run, a shell or a job scheduler.
+
+    Run folders are skipped.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_dir():
             yield from [] if is_run(path) else _foreign_in(path)

@@ -25,8 +25,8 @@ def check_sharded(path: Path) -> None:
     """Check that every file of a sharded checkpoint has the size and CRC-32 that ``manifest.json`` lists.
 
     Raises:
-        ValueError: if ``manifest.json`` is missing or invalid, or a file in it is missing or has a different size or CRC-32.
-            The message names the file.
+        ValueError: if ``manifest.json`` is missing or invalid, or a file that it lists is missing or has a different size or
+            CRC-32. The message names the file.
     """
     try:
         listed = json.loads((path / MANIFEST).read_text())

@@ -2,8 +2,8 @@
 
 All processes of a machine share one cache folder. A lock file in this folder guards every change of its contents. A shard that
 is being downloaded has its disk space reserved. A shard that is being read is locked, so that no process removes it. All locks
-are ``flock`` locks, which the kernel releases when a process ends. If a process is killed, the next one removes the unfinished
-files that it left behind.
+are ``flock`` locks, which the kernel releases when a process ends. Unfinished files of a killed process are removed by the next
+process that needs space.
 
 The cache counts and removes files only in subfolders whose names are 16 hexadecimal digits, as returned by
 :func:`lightning_mhla.data.remote.kept_at`. Everything else in the folder is left alone. Other users may be able to write to the
@@ -230,6 +230,12 @@ class ShardCache:
         Returns:
             False if there is not enough space without removing a shard in ``keep``, or if another process is downloading the
             shard; otherwise True.
+
+        Raises:
+            ShardUnavailableError: if the download fails.
+            ValueError: if the cache limit is less than twice the size of the shard.
+            DownloadStoppedError: if ``stop`` is set.
+            ForeignFileError: if a file in the cache belongs to a different user.
         """
         descriptor = self.fetch(path, keep, stop)
         if descriptor is not None:

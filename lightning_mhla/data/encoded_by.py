@@ -30,7 +30,7 @@ class Encoder(NamedTuple):
 
     Attributes:
         path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
-        parts: names of the subfolders of a pipeline with the models that encode samples, such as ``vae``.
+        parts: names of the pipeline's subfolders that contain the models for encoding samples, such as ``vae``.
         digest: digest of the model's files, see :func:`model_digest`; None if none is recorded, as for a model on the hub.
     """
 
@@ -91,7 +91,7 @@ def is_same_model(path: str, encoder: Encoder, digest_of: Callable[[str, tuple[s
     Args:
         path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
         encoder: record of the model that encoded the samples.
-        digest_of: function with the arguments and the result of :func:`model_digest`, which may cache results.
+        digest_of: :func:`model_digest`, or a function that caches its results.
     """
     folder = Path(path)
     parents = [folder.parent] if folder.name in encoder.parts else []

@@ -17,6 +17,10 @@ class LabelledShards:
     Labels are matched by class name. The class names of the training data define the labels, so a class has the same label in a
     validation set that lacks some of the classes. If the trainer's model stores class names, such as those in its checkpoint,
     they take precedence over those of the training data.
+
+    Attributes:
+        shards: locations of the training and validation data, which the data module sets.
+        trainer: trainer of the data module; None if it is not attached to one.
     """
 
     shards: ShardSets

@@ -89,7 +89,7 @@ class NotTextError(ValueError):
 
     Attributes:
         kind: ``"binary"`` if the file has a zero byte or begins like a binary format; ``"not UTF-8"`` if its bytes cannot be
-            decoded, even if the file is in UTF-16 or UTF-32.
+            decoded in the encoding that its byte order mark names, or in UTF-8 if it has no mark.
     """
 
     def __init__(self, message: str, kind: str = "binary") -> None:
@@ -104,7 +104,7 @@ def file_name(source: Source) -> str:
 
 
 def plain_suffix(source: Source) -> str:
-    """Return the suffix of a file name in lower case, ignoring a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
+    """Return the suffix of a path or URL in lower case, ignoring a compression suffix: ``.jsonl`` for ``a.jsonl.gz``."""
     name = PurePosixPath(file_name(source).lower())
     return (name.with_suffix("") if name.suffix in COMPRESSED else name).suffix
 
@@ -123,7 +123,8 @@ def open_bytes(source: Source) -> Iterator[BinaryIO]:
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the content is truncated, or is not in the compressed format that the suffix names.
+        ValueError: if the content is truncated, is not in the compressed format that the suffix names, or is a ``.zst`` file
+            and pyarrow is not installed.
     """
     suffix = PurePosixPath(file_name(source)).suffix.lower()
     text = os.fspath(source)
@@ -298,6 +299,14 @@ def parse_object(text: str, where: str) -> dict[str, Any]:
     return value
 
 
+def _integer(digits: str) -> float:
+    """Convert the digits of a number to an int, or to a float if Python does not convert that many digits."""
+    try:
+        return int(digits)
+    except ValueError:
+        return float(digits)
+
+
 def parse_json(text: str, where: str) -> Any:
     """Parse a string that contains a JSON value of any type.
 
@@ -306,7 +315,7 @@ def parse_json(text: str, where: str) -> Any:
         where: location of the string, for error messages.
 
     Returns:
-        Python value as ``json.loads`` returns it, except that an integer with too many digits for Python becomes a float.
+        Python value as ``json.loads`` returns it, except that integers with too many digits for Python become floats.
 
     Raises:
         ValueError: if the string is not valid JSON, or is nested too deeply.
@@ -319,7 +328,7 @@ def parse_json(text: str, where: str) -> Any:
         except json.JSONDecodeError:
             raise
         except ValueError:  # an integer has more digits than Python converts
-            return json.loads(text, parse_int=float)
+            return json.loads(text, parse_int=_integer)
     except json.JSONDecodeError as error:
         position = f"column {error.colno}" if "\n" not in text.strip() else f"line {error.lineno} column {error.colno}"
         raise ValueError(f"{where} is not JSON ({error.msg} at {position}): {text.strip()[:60]!r}") from error

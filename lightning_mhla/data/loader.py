@@ -201,7 +201,7 @@ def with_short_errors(batches: Iterator[dict[str, Any]]) -> Iterator[dict[str, A
 
 
 class ResumableLoader:
-    """Batch loader whose sample order depends only on seed and epoch, so that training resumes with exactly the next sample.
+    """Batch loader with a reproducible sample order for each epoch, so that training resumes with exactly the next sample.
 
     Each batch is a dict. It has the entries of the samples, stacked into tensors, and the entry ``valid``, ``[B]`` bool for B
     samples. ``valid`` is False for samples that only fill up an evaluation batch. Lightning adds no sampler of its own, and
@@ -216,7 +216,8 @@ class ResumableLoader:
         rank: rank of this process.
         world: number of processes.
         window: number of shards whose samples are shuffled together; None to shuffle the samples of all shards together.
-        max_skipped: maximum number of different broken samples that this process skips, with a warning for each.
+        max_skipped: maximum number of different broken samples that this process skips, with a warning for each. One more
+            broken sample is an error.
         progress: function that returns the position of the training run in its data. It is called before each epoch.
         num_workers: number of worker processes.
         ahead: function that takes the shard number of each sample in reading order, and returns a context manager that

@@ -183,9 +183,9 @@ def data_batch_size(state: dict[str, Any]) -> int | None:
 
 
 def process_share(trainer: Trainer | None) -> tuple[int, int]:
-    """Return the rank of this process and the number of processes among which samples are divided.
+    """Return the rank of this process among the processes that divide the samples, and the number of these processes.
 
-    Without a trainer, the result is ``(0, 1)``.
+    Processes that share sequences read the same samples, and count as one. Without a trainer, the result is ``(0, 1)``.
     """
     # Not the rank in the world: processes that share sequences read the same samples.
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}

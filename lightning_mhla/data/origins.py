@@ -1,9 +1,9 @@
 """Records of what shards were made from, used to decide whether an interrupted command can be resumed.
 
 For shards ``PREFIX-0000.tar`` and so on, ``PREFIX-origins.jsonl.gz`` contains the options of the command, then a line for each
-sample or source file. ``PREFIX-manifest.json`` contains only the options, for people to read. A file counts as unchanged if its
-size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the change time back.
-With the digest, copies and files that were rewritten with the same content also count as unchanged.
+:class:`Origin`. ``PREFIX-manifest.json`` contains only the options and the number of samples, for people to read. A file counts
+as unchanged if its size and its change time (``st_ctime``) are unchanged, or its size and its digest. A program cannot set the
+change time back. With the digest, copies and files that were rewritten with the same content also count as unchanged.
 """
 
 # Longer than other modules because the records are written, compared and explained to the user in one place.
@@ -152,10 +152,10 @@ class ShardSet:
         return re.fullmatch(re.escape(self.prefix) + r"-\d+\.tar", name) is not None
 
     def delete(self) -> None:
-        """Delete all shards of this set, the saved lists of the files in them, and the record of what they were made from.
+        """Delete all shards of this set, the saved lists of the files in them, and the records of what they were made from.
 
         Raises:
-            ValueError: if shards exist without such a record, because the user may have made them with a different program.
+            ValueError: if shards exist without any such record, because the user may have made them with a different program.
         """
         if self.finished() and not (_read(self) or _is_manifest(self.manifest)):
             raise ValueError(
@@ -185,8 +185,8 @@ def resume_order(
             origins. With None, no origin may change once a shard is complete.
 
     Returns:
-        List with one entry per sample, in the order of the record: the index of the sample's origin in ``origins``, or
-        None if the origin no longer exists.
+        List with one entry per origin, in the order in which the origins were first recorded: the current index of the origin
+        in ``origins``, or None if the origin no longer exists.
 
     Raises:
         ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an

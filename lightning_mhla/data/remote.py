@@ -1,4 +1,4 @@
-"""Downloads of remote files that resume after failures, with rules for permitted URLs and local paths."""
+"""Resumable downloads of remote files, with rules for permitted URLs and local paths."""
 
 # Longer than other modules because it handles the failures of several network libraries.
 

@@ -54,6 +54,7 @@ def find_shards(
     Args:
         where: location of the shards, or a list of locations. A location has one of these forms:
 
+            - path of a shard
             - folder that contains ``*.tar`` files
             - path with wildcards
             - path with braces, such as ``train-{0000..1023}.tar``

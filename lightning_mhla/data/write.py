@@ -67,8 +67,8 @@ class Preparation:
     """Context manager for a command that writes shards ``PREFIX-*.tar``, in one or several processes.
 
     On entry, it waits until earlier commands for the same prefix have ended. Then it saves the options and the origins (source
-    files and other inputs) of the samples in ``folder``, or compares them with those saved for existing shards. On exit, it
-    checks that no source file has changed meanwhile.
+    files and other inputs) of the samples or, if shards exist already, compares them with the saved ones. On exit, it checks
+    that no source file has changed meanwhile.
 
     Args:
         folder: folder of the shards, created if it does not exist.
@@ -84,7 +84,8 @@ class Preparation:
         classes: class names in the order of the labels, which are written to ``PREFIX-classes.txt``; None if they are unknown.
 
     Attributes:
-        order: list with the index in ``origins`` of each sample's origin, or None if the origin no longer exists.
+        order: result of :func:`resume_order`, a list with the current index in ``origins`` of each recorded origin; the index
+            is None if the origin no longer exists.
         skipped: counter of broken samples.
 
     Raises:
@@ -353,6 +354,9 @@ def shard_ranges(folder: Path, prefix: str, count: int, per_shard: int, digits: 
 
     Returns:
         List of pairs: path of a shard, such as ``folder/prefix-00000.tar``, and range of its sample numbers.
+
+    Raises:
+        ValueError: if ``per_shard`` is below 1.
     """
     check_per_shard(per_shard)
     starts = range(0, count, per_shard)
@@ -427,7 +431,7 @@ def grouped(items: Iterable[Item], count: int) -> Iterator[list[Item]]:
 
 
 def array_bytes(values: Tensor | np.ndarray) -> bytes:
-    """Encode a tensor or array as the content of a file in NumPy's ``.npy`` format."""
+    """Encode a tensor or array as the content of a file in NumPy's ``.npy`` format, which cannot hold bfloat16 tensors."""
     stream = io.BytesIO()
     np.save(stream, values.cpu().numpy() if isinstance(values, Tensor) else values, allow_pickle=False)
     return stream.getvalue()

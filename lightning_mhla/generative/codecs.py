@@ -67,7 +67,7 @@ class FrozenVAE:
             )
 
     def _read(self) -> Any:
-        """Load the diffusers model of the VAE from the subfolder ``vae`` of a pipeline, or from the path itself."""
+        """Load the diffusers model of the VAE from the path itself or its subfolder ``vae``, whichever contains the VAE."""
         import diffusers
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
@@ -94,7 +94,7 @@ class ScaledVAE(FrozenVAE):
             latents: batch of latents ``[B, C, h, w]``, multiplied by the scaling factor, with C channels and h x w positions.
 
         Returns:
-            Images ``[B, 3, H, W]`` float32 with values from about -1 to 1.
+            Images ``[B, 3, H, W]`` of H x W pixels, float32 with values from about -1 to 1.
         """
         model = self.model(latents.device)
         scaled = (latents.float() / self.scale(latents.device)).to(model.dtype)
@@ -127,11 +127,11 @@ class LatentCodec(ScaledVAE):
         """Compute the means and standard deviations of the latents that the VAE predicts for images.
 
         Args:
-            images: batch of images ``[B, 3, S, S]`` with values from -1 to 1.
+            images: batch of floating-point images ``[B, 3, S, S]`` of S x S pixels, with values from -1 to 1.
 
         Returns:
-            Means followed by standard deviations along the channel axis, ``[B, 2 * C, s, s]`` float32, for C channels and
-            latents of s x s positions.
+            Means followed by standard deviations along the channel axis, ``[B, 2 * C, s, s]`` float32, for latents with C
+            channels and s x s positions.
         """
         model = self.model(images.device)
         with torch.autocast(images.device.type, enabled=False):
@@ -142,7 +142,7 @@ class LatentCodec(ScaledVAE):
         """Encode images into latents, which are drawn at random from the VAE's posterior and multiplied by its scaling factor.
 
         Args:
-            images: batch of images ``[B, 3, S, S]`` with values from -1 to 1.
+            images: batch of floating-point images ``[B, 3, S, S]`` of S x S pixels, with values from -1 to 1.
             noise: standard normal noise with the shape of the latents; None to draw it.
 
         Returns:
@@ -170,7 +170,8 @@ class ClipCodec(FrozenVAE):
         normalized with a mean and a standard deviation from the configuration of the VAE.
 
         Args:
-            clips: batch of clips ``[B, 3, F, H, W]`` with values from -1 to 1. A clip has F frames of H x W pixels.
+            clips: batch of floating-point clips ``[B, 3, F, H, W]`` with values from -1 to 1. A clip has F frames of H x W
+                pixels.
 
         Returns:
             Latents ``[B, C, f, h, w]`` float32, with C channels and f frames of h x w positions.
@@ -236,8 +237,8 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
     """Draw latents from normal distributions with the given means and standard deviations, and multiply them by a factor.
 
     Args:
-        moments: means followed by standard deviations along the channel axis, ``[..., 2 * C, s, s]`` for C channels and latents
-            of s x s positions.
+        moments: means followed by standard deviations along the channel axis, ``[..., 2 * C, s, s]`` of any floating-point
+            dtype, for latents with C channels and s x s positions.
         scale: factor by which the latents are multiplied.
         noise: standard normal noise ``[..., C, s, s]``; None to draw it.
 
@@ -264,7 +265,7 @@ class ImageCodec(ScaledVAE):
         """Encode images into latents, multiplied by the scaling factor in the configuration of the autoencoder.
 
         Args:
-            images: batch of images ``[B, 3, H, W]`` with values from -1 to 1.
+            images: batch of floating-point images ``[B, 3, H, W]`` of H x W pixels, with values from -1 to 1.
 
         Returns:
             Latents ``[B, C, h, w]`` float32, with C channels and h x w positions.

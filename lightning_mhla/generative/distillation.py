@@ -23,8 +23,8 @@ class DistillationConfig:
     """Options for distillation from a teacher, which is the model before its attention layers were replaced.
 
     Args:
-        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, in the same forms as the model's
-            option pretrained; null for plain fine-tuning.
+        teacher: source of the teacher's weights, such as a folder or a Hugging Face Hub name, in any form that the model's
+            option pretrained accepts; null for plain fine-tuning.
         layer_steps: number of optimizer steps in the first stage of training. In these steps, each replaced layer learns to
             reproduce the output of the teacher's layer for the same input.
         velocity_weight: weight of the mean squared difference from the teacher's predicted velocity, after the first
@@ -64,12 +64,13 @@ class VelocityHost(LinearizedHost):
 
     The velocity is the noise minus the clean data. The teacher is the transformer before the replacement. In the first stage,
     each replaced layer receives the input of the teacher's layer, and is trained to reproduce its output. Errors of earlier
-    replaced layers therefore have no effect. In the second stage, the complete transformer is trained to predict the teacher's
-    velocity.
+    replaced layers therefore have no effect. In the second stage, the complete transformer is trained with the flow-matching
+    loss on the data and with the distance from the teacher's predicted velocity.
 
     Args:
-        velocity: function that takes a transformer, noisy samples ``[B, C, ...]``, timesteps ``[B]`` and embedded captions
-            ``[B, L, D]``, and returns the predicted velocity in the shape of the samples.
+        velocity: function that takes a transformer, noisy samples ``[B, C, ...]``, timesteps ``[B]`` from 0 (clean data) to
+            1000 (pure noise) and embedded captions ``[B, L, D]``, and returns the predicted velocity in the shape of the
+            samples.
     """
 
     loss_name = "train/flow_loss"
@@ -92,11 +93,12 @@ class VelocityHost(LinearizedHost):
 
     @override
     def predict(self, network: Any, *inputs: Tensor) -> Tensor:
-        """Predict the velocity of noisy samples in float32.
+        """Predict the velocity of noisy samples, and return it in float32.
 
         Args:
             network: transformer from the diffusers library.
-            inputs: noisy samples ``[B, C, ...]``, timesteps ``[B]`` and embedded captions ``[B, L, D]``, in this order.
+            inputs: noisy samples ``[B, C, ...]``, timesteps ``[B]`` from 0 to 1000 and embedded captions ``[B, L, D]``, in this
+                order.
 
         Returns:
             Velocity in the shape of the noisy samples, float32.

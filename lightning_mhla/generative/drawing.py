@@ -32,7 +32,7 @@ GRID = 10
 
 @runtime_checkable
 class ImageGenerator(Protocol):
-    """Protocol of a LightningModule that generates images from numbered conditions, such as classes or prompts.
+    """Protocol for LightningModules that generate images from numbered conditions, such as classes or prompts.
 
     If the conditions are not the classes of the data, the module also has an attribute ``condition`` with a noun for them, such
     as ``"prompt"``.
@@ -55,7 +55,7 @@ class ImageGenerator(Protocol):
     def image_shape(self) -> tuple[int, int, int]:
         """Channels, height and width of a generated image.
 
-        If a VAE decodes the images, the value may instead be a fixed placeholder that does not depend on the VAE.
+        If a VAE decodes the images, height and width may be fixed placeholders instead of the actual size.
         """
 
     def check_drawable(self, sampling: Any = None) -> None:
@@ -84,10 +84,13 @@ class ImageGenerator(Protocol):
         """
 
     def describe_sampling(self, sampling: Any) -> dict[str, Any]:
-        """Return the sampler options that affect image metrics, by name, such as ``sampling_steps`` and ``guidance``.
+        """Return the sampler options that affect image metrics, at least ``sampler``, ``sampling_steps`` and ``guidance``.
 
         Args:
             sampling: sampler options, a dataclass of the same type as the attribute ``sampling``.
+
+        Returns:
+            Dict from the name of each option to its value.
         """
 
     def all_gather(self, data: Any) -> Any:
@@ -109,17 +112,19 @@ class SampleGrid(PeriodicEvaluation):
     conditions, such as classes. Each sample has its own noise, so the samples do not depend on the number of processes.
 
     Args:
-        samples: number of samples. A grid shows at most 100 of them and, with ten or fewer classes, at most 10 of each class.
+        samples: number of samples. At most 100 are generated. With ten or fewer conditions, a grid shows at most 10 samples of
+            each.
         sampling: sampler options, as an instance of the model's dataclass, or as a mapping with the options that differ from
             the model's defaults; null for the defaults.
         every_n_steps: number of optimizer steps between two grids; null for no grids during training.
         at_end: whether to generate a grid with the final weights.
         batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: name of the pictures, which must be unique among the callbacks.
+        name: name of the pictures; no other callback may have the same name.
 
     Raises:
-        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, ``seed`` is negative, or ``name`` is not
+            a file name.
     """
 
     def __init__(
@@ -151,8 +156,9 @@ class SampleGrid(PeriodicEvaluation):
         """Check before training that the module can generate images with the sampler options and with its VAE, if it has one.
 
         Raises:
-            ValueError: if the module does not generate images, or the sampler options are not valid for it.
-            FileNotFoundError: if the VAE does not exist.
+            ValueError: if the module does not generate images or has no conditions, or if the sampler options are not valid for
+                it.
+            FileNotFoundError: if a VAE or a text encoder that the module needs does not exist.
         """
         module = self._checked(pl_module)
         if module.num_conditions < 1:
@@ -195,7 +201,8 @@ class SampleGrid(PeriodicEvaluation):
             samples: number of samples, summed over all processes.
 
         Yields:
-            Tickets that hold the indices of the b samples in a batch, and the pixels of these samples, ``[b, C, H, W]`` uint8.
+            Batch of b samples: their tickets, which hold the indices of the samples, and their pixels, ``[b, C, H, W]`` uint8.
+            Samples whose tickets are not ``valid`` only fill up the batch.
         """
         rank, world = process_share(trainer)
         # Every process draws the same number of rounds, since each round ends with a collective.
@@ -251,7 +258,7 @@ def gather_round(module: ImageGenerator, tickets: list[Ticket], pixels: Tensor, 
         module: module whose ``all_gather`` gathers the tensors.
         tickets: tickets of this process. Each has the index of a sample, and is not ``valid`` if it only fills up the batch.
         pixels: pixels ``[b, C, H, W]`` of this process's b samples.
-        columns: more tensors ``[b, ...]`` with a row for each of this process's samples.
+        columns: further tensors ``[b, ...]`` with a row for each of this process's samples.
 
     Returns:
         List of tensors with a row for each of the n samples of all processes: pixels ``[n, C, H, W]``, sample indices ``[n]``
@@ -274,9 +281,9 @@ def draw_grid(images: Tensor, num_classes: int, title: str) -> Figure:
     """Draw images in a grid with gray lines between them.
 
     Args:
-        images: images ``[n, C, H, W]`` uint8. Image i belongs to class i modulo ``num_classes``.
-        num_classes: number of classes. Up to ten classes get one labeled row each. With more classes, images are shown in
-            order.
+        images: images ``[n, C, H, W]`` uint8 with 1 or 3 channels. Image i belongs to class i modulo ``num_classes``.
+        num_classes: number of classes. Up to ten classes get one labeled row each, with at most ten images. With more classes,
+            all images are shown in order, ten in a row.
         title: title of the figure.
 
     Returns:

@@ -57,7 +57,7 @@ class SampleWriter(Callback):
         output: output format, ``"png"`` or ``"npz"``.
 
     Raises:
-        ValueError: if ``output`` is neither of them.
+        ValueError: if ``output`` is neither ``"png"`` nor ``"npz"``.
     """
 
     def __init__(self, output: OutputFormat) -> None:

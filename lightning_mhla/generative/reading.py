@@ -47,8 +47,8 @@ def read_weights_file(
         mixed: whether to skip entries that are not weights, instead of raising an error.
 
     Raises:
-        ValueError: if the file contains no weights, or if it also contains other entries and ``mixed`` is false. Damaged files
-            raise errors of their libraries, which :func:`read_safely` converts to ValueError.
+        ValueError: if the file contains no weights, or if it also contains other entries and ``mixed`` is false. For damaged
+            files, torch and safetensors raise errors of other types, which :func:`read_safely` converts to ValueError.
     """
     if path.suffix.lower() == ".safetensors":
         return load_file(path)

@@ -36,7 +36,7 @@ class Backbone(LayoutTables):
         depth: number of transformer blocks.
         heads: number of attention heads.
         grid: number of tokens along each axis.
-        attention: configuration of the attention for all layers, or a list with one configuration per layer. All of them must
+        attention: configuration of the attention for all layers, or a list with one configuration per layer. All layers must
             divide the tokens into the same attention blocks.
         prefix_tokens: number of tokens before the grid (class or register tokens).
         drop_path: stochastic depth rate of the last transformer block. The rate rises linearly from 0 in the first block.
@@ -55,6 +55,11 @@ class Backbone(LayoutTables):
         key_value_heads: number of key and value heads, a divisor of ``heads``; None for ``heads``.
         key_width: width of a key; None for ``dim // heads``.
         value_width: width of a value; None for ``dim // heads``.
+
+    Attributes:
+        layout: token grid and its partition into attention blocks.
+        order: int64 indices ``[N]`` that bring tokens from raster order into block order; None if both orders are the same.
+        inverse: int64 indices ``[N]`` that bring tokens from block order into raster order; None if both orders are the same.
 
     Raises:
         ValueError: if the number of configurations is not ``depth``, or if layers need different attention blocks.
@@ -208,6 +213,10 @@ class Backbone(LayoutTables):
 
         Returns:
             Output tokens, ``[B, N, dim]``.
+
+        Raises:
+            ValueError: if the backbone is not causal, has conditioning or cross-attention, or has a layer that does not support
+                generation.
         """
         angles = self._angles(next_positions(cache.lengths, x) if positions is None else positions)
         for index, block in enumerate(self.layers):
@@ -254,6 +263,9 @@ class Backbone(LayoutTables):
 
         Args:
             tokens: number of tokens in the longest sequence to support. A number below the present limit has no effect.
+
+        Raises:
+            ValueError: if the backbone is not causal and ``tokens`` exceeds the present limit.
         """
         if tokens <= self.layout.num_tokens:
             return
@@ -278,7 +290,7 @@ class Backbone(LayoutTables):
 
 
 def _init_linear(module: nn.Module) -> None:
-    """Initialize a linear layer as ViT and DeiT do: weights from a truncated normal (standard deviation 0.02), biases zero."""
+    """Initialize a module if it is a linear layer: weights from a truncated normal distribution (std 0.02), biases zero."""
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

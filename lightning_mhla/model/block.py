@@ -187,13 +187,14 @@ class Block(nn.Module):
     def draw_kept(self, x: Tensor) -> tuple[Tensor, ...] | None:
         """Draw random factors for stochastic depth, by which the outputs of residual branches are multiplied.
 
-        With a drop probability p, the factor is 0 for a sample that skips the branch, and ``1 / (1 - p)`` for all others.
+        With a drop probability p, the factor is 0 for a sample that skips the branch, and ``1 / (1 - p)`` for any other sample.
 
         Args:
             x: tokens, ``[B, N, dim]``.
 
         Returns:
-            Tuple with the factors of each residual branch, ``[B, 1, 1]``; None if no sample can skip a branch.
+            Tuple with one tensor of factors, ``[B, 1, 1]``, for each residual branch; None in evaluation mode and with a drop
+            probability of 0, when no sample skips a branch.
         """
         if not (self.training and self.drops):
             return None
@@ -213,7 +214,7 @@ class Block(nn.Module):
             Output tokens, ``[B, N, dim]``, and the state of the attention after these tokens.
 
         Raises:
-            ValueError: if the block has conditioning or cross-attention.
+            ValueError: if the block has conditioning or cross-attention, or if its attention does not support generation.
         """
         if self.modulation is not None or self.cross is not None:
             raise ValueError("generation token by token is for blocks without condition_dim and context_dim")

@@ -35,7 +35,7 @@ class GenerationCache:
         transformers' ``generate`` calls this method.
 
         Args:
-            layer_idx: number of the layer, which is not used, because all layers have the same number of positions.
+            layer_idx: number of the layer; ignored, because all layers have the same number of positions.
         """
         return self.columns
 

@@ -16,9 +16,9 @@ def model_shape(
     Args:
         named: published sizes by name.
         size: name of a published size; None if the three numbers are given.
-        dim: width of the tokens.
-        depth: number of transformer blocks.
-        heads: number of attention heads.
+        dim: width of the tokens; None with ``size``.
+        depth: number of transformer blocks; None with ``size``.
+        heads: number of attention heads; None with ``size``.
 
     Raises:
         ValueError: if the name is unknown, if a name and a number are given, or if there is no name and a number is missing.

@@ -38,7 +38,7 @@ class ChunkedInputs(NamedTuple):
         k: keys, ``[B, H, M, C, K]``.
         v: values, ``[B, H, M, C, V]``.
         initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for packed sequences.
-        bounds: index of the first chunk of each sequence, followed by M.
+        bounds: index of the first chunk of each sequence, followed by M; ``(0, M)`` if each row is one sequence.
         partition: partition of the tokens into chunks.
         dtype: dtype of the output.
     """
@@ -85,8 +85,8 @@ def check(
         ``cu_seqlens`` as a list of integers; None for one sequence in each row.
 
     Raises:
-        ValueError: if shapes do not match, ``cu_seqlens`` decreases or does not run from 0 to N, or packed sequences are in
-            more than one row.
+        ValueError: if shapes do not match, if ``cu_seqlens`` does not hold integers, decreases or does not run from 0 to N, or
+            if packed sequences are in more than one row.
         TypeError: if q, k or v does not hold floating-point numbers.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -185,7 +185,7 @@ def scan_chunks(decay: Tensor, update: Tensor, initial: Tensor, bounds: Sequence
         decay: decay over each of the M chunks, ``[B, H, M, K, 1]`` or ``[B, H, M, 1, 1]``.
         update: term that each chunk adds to the state, ``[B, H, M, K, V]``.
         initial: initial states, ``[B, H, K, V]``, or ``[S, H, K, V]`` for S packed sequences.
-        bounds: index of the first chunk of each sequence, followed by M.
+        bounds: index of the first chunk of each sequence, followed by M; ``(0, M)`` if each row is one sequence.
 
     Returns:
         The state before each chunk, ``[B, H, M, K, V]``, and the final state of each sequence, in the shape of ``initial``.

@@ -30,8 +30,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Compute the gated delta rule (Gated DeltaNet, arXiv 2412.06464, equation 10).
 
+    The state and the output at token t are
+
         state_t = exp(log_decay_t) (I - beta_t k_t k_t^T) state_{t-1} + beta_t k_t v_t^T
-        out_t = scale * q_t state_t
+        out_t = scale * state_t^T q_t
 
     The PyTorch implementation processes the tokens in chunks. Inside a chunk, the value that a token replaces depends on the
     earlier tokens. All values of the chunk are therefore computed together, by solving a triangular system (arXiv 2406.06484,
@@ -48,15 +50,16 @@ def gated_delta_rule(
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core, which support keys of up to 256 features; ``"auto"``
-            for these kernels if possible, otherwise torch.
+        backend: ``"torch"`` for PyTorch operations; ``"triton"`` for the GPU kernels of fla-core, which support keys of up to
+            256 features; ``"auto"`` for these kernels if they can run, otherwise PyTorch.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
-        float64 inputs).
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, ``[B, H, Dk, Dv]`` or ``[S, H, Dk, Dv]``, in float32
+        (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
+        ValueError: if shapes do not match, if ``cu_seqlens`` is not valid, if ``backend`` is unknown, or if it is ``"triton"``
+            and the kernels cannot run.
         TypeError: if q, k or v does not hold floating-point numbers.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)

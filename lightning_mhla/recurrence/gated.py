@@ -27,8 +27,10 @@ def gated_linear_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute gated linear attention (GLA, arXiv 2312.06635, equation 3), in which each key feature has its own decay.
 
+    The state and the output at token t are
+
         state_t = diag(exp(log_decay_t)) state_{t-1} + k_t v_t^T
-        out_t = scale * q_t state_t
+        out_t = scale * state_t^T q_t
 
     Args:
         q: queries, ``[B, N, H, Dk]``.
@@ -40,15 +42,16 @@ def gated_linear_attention(
             zeros.
         cu_seqlens: index of the first token of each of the S sequences packed in one row (B = 1), followed by N; None for one
             sequence in each row.
-        backend: ``"torch"``; ``"triton"`` for the GPU kernels of fla-core; ``"auto"`` for these kernels if possible, otherwise
-            torch.
+        backend: ``"torch"`` for PyTorch operations; ``"triton"`` for the GPU kernels of fla-core; ``"auto"`` for these kernels
+            if they can run, otherwise PyTorch.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, shaped as ``initial_state``, in float32 (float64 for
-        float64 inputs).
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the final state, ``[B, H, Dk, Dv]`` or ``[S, H, Dk, Dv]``, in float32
+        (float64 for float64 inputs).
 
     Raises:
-        ValueError: if shapes do not match, or if ``backend`` is ``"triton"`` and the kernels cannot run.
+        ValueError: if shapes do not match, if ``cu_seqlens`` is not valid, if ``backend`` is unknown, or if it is ``"triton"``
+            and the kernels cannot run.
         TypeError: if q, k or v does not hold floating-point numbers.
     """
     bounds = check(q, k, v, initial_state, cu_seqlens)

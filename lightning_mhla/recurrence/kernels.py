@@ -70,7 +70,8 @@ def run(
         gates: further arguments of the kernel, ``[B, N, H]``, such as ``beta`` of the delta rule.
 
     Returns:
-        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, shaped as ``state``, in float32.
+        Outputs, ``[B, N, H, Dv]`` in v's dtype, and the state after the last token, ``[B, H, Dk, Dv]`` or ``[S, H, Dk, Dv]``,
+        in float32.
     """
     module, _, name = kernel.rpartition(".")
     out, final = getattr(import_module(f"fla.ops.{module}"), name)(

@@ -90,8 +90,8 @@ class SwappedDiffusersModel(SwappedModel):
     def save_config(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the configuration, and a Python module that lets diffusers' ``AutoModel`` import this class.
 
-        ``AutoModel`` imports the module only with ``trust_remote_code=True``. The arguments are the same as for the diffusers
-        method.
+        ``AutoModel`` imports the module only with ``trust_remote_code=True``. The module is not written if diffusers does not
+        export the original class. The arguments are the same as for the diffusers method.
         """
         if self._is_public() and not Path(save_directory).is_file():
             write_module(save_directory, __name__, [type(self).__name__])
@@ -129,6 +129,8 @@ class SwappedDiffusersModel(SwappedModel):
 
 def __getattr__(name: str) -> Any:
     """Return the subclass of the diffusers model class ``name`` that saves and loads models with replaced attention.
+
+    The name ``ModelMixin`` gives diffusers' own base class, which diffusers looks up in the modules of pipeline components.
 
     Raises:
         AttributeError: if diffusers does not have a model class of this name.

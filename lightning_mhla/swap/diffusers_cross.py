@@ -58,9 +58,12 @@ TEXTS = 4
 class TextMemory:
     """Memory of the last four texts that cross-attention layers have read, with the key-value summaries of each layer.
 
-    A summary is the sum of the products of keys and values over one block of text tokens. A text is recognized by its values,
-    because a model projects the same encoded text to new tensors in every step. The values are copied, because a caller may
-    write a different text to the same tensor.
+    A summary is the sum of the outer products of keys and values over one block of text tokens. A text is recognized by its
+    values, because a model projects the same encoded text to new tensors in every step. The values are copied, because a caller
+    may write a different text to the same tensor.
+
+    Attributes:
+        texts: encoded text, padding mask, and summaries by cross-attention layer of each text, oldest first.
     """
 
     def __init__(self) -> None:
@@ -97,9 +100,9 @@ def read_texts_once(model: nn.Module) -> Iterator[None]:
     """Context manager that speeds up sampling on a CPU: replaced cross-attention reads the keys of each text only once.
 
     All denoising steps use the key-value summaries of the first step, with the same outputs up to rounding. The weights of the
-    model must not change inside the context. The context has an effect only in passes on a CPU, without gradients and outside
-    of compiled graphs, because fused kernels read keys instead of summaries. A model whose cross-attention was not replaced
-    does not change. Contexts may be nested: an inner context stores its own texts.
+    model must not change inside the context. The context has an effect only on a CPU, because fused GPU kernels read keys
+    instead of summaries, and only without gradients and outside of compiled graphs. A model whose cross-attention was not
+    replaced does not change. Contexts may be nested: an inner context stores its own texts.
 
     Args:
         model: diffusers transformer.
@@ -233,7 +236,7 @@ class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
 
 
 def _processor(model: Any) -> str | None:
-    """Return the class name of the processor of ``attn2`` in a supported model; None for other models."""
+    """Return the class name of the original processor of ``attn2`` in a supported model; None for other models."""
     names = (base.__name__ for base in type(model).__mro__)
     return next((CROSS_PROCESSORS[name] for name in names if name in CROSS_PROCESSORS), None)
 

@@ -169,7 +169,7 @@ def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, 
 
 
 def check_processor(attn: Any, args: tuple[Any, ...]) -> None:
-    """Forward pre-hook of a replaced attention module: check that nothing removed the new attention.
+    """Forward pre-hook that checks that a module with replaced attention still has its new attention.
 
     diffusers sets other processors in ``fuse_qkv_projections``, ``set_attn_processor`` and pipelines with perturbed attention.
     The layer would then compute its original attention, with weights that were trained for the new one.
@@ -226,10 +226,10 @@ def check_modules(name: str, modules: Mapping[int, Any], processor: str, unsuppo
 
     Args:
         name: attribute of the transformer blocks that holds these modules, such as ``attn1``, for error messages.
-        modules: attention modules, by block number.
+        modules: attention modules, by number of the transformer block.
         processor: name of the class of the processor that the new attention replaces.
-        unsupported: attributes of features that swapped attention does not support, with the values that they must have if
-            they are not None.
+        unsupported: attributes of features that swapped attention does not support, with the value that turns each feature off.
+            An attribute must be None or have this value.
 
     Raises:
         ValueError: if a module has a different processor, an unsupported attribute value, or a norm without weights.

@@ -1,4 +1,4 @@
-"""Interface for replacing one type of attention, self-attention or cross-attention, in the models of a library."""
+"""Interface for replacing one type of attention, self-attention or cross-attention, in models of a library such as timm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Config = TypeVar("Config", AttentionConfig, CrossAttentionConfig)
 
 
 class LayerGroup(ABC, Generic[New, Config]):
-    """Interface for replacing one type of attention, self-attention or cross-attention, in the models of a library.
+    """Interface for replacing one type of attention, self-attention or cross-attention, in models of a library such as timm.
 
     The attention layers of this type in a model are called a group.
 
@@ -63,7 +63,7 @@ class LayerGroup(ABC, Generic[New, Config]):
         """
 
     def complete(self, model: Any, config: Config) -> Config:
-        """Set the options of a configuration whose defaults depend on the model. The base class changes nothing.
+        """Set those options of a configuration that have model-dependent defaults. The base class changes nothing.
 
         Args:
             model: model whose attention is to be replaced.
@@ -151,7 +151,7 @@ class LayerGroup(ABC, Generic[New, Config]):
 
 
 class NoCrossAttention(LayerGroup[CrossAttention, CrossAttentionConfig]):
-    """Implementation of the interface for libraries whose models have no cross-attention layers to replace."""
+    """Implementation of :class:`LayerGroup` for libraries whose models have no cross-attention layers to replace."""
 
     config_class = CrossAttentionConfig
 

@@ -253,7 +253,7 @@ class TokenGrid:
         Args:
             blocks: number of blocks along each axis. An axis with fewer tokens than blocks gets one block per token.
             tokens: number of tokens in the layer's input, including prefix tokens.
-            mixes_prefix: whether prefix tokens have mixing coefficients, so that the number of blocks cannot change.
+            mixes_prefix: whether any prefix tokens have mixing coefficients, which cannot be resized to fewer blocks.
 
         Returns:
             Layout of the blocks in the grid of the current input.

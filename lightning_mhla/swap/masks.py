@@ -46,7 +46,7 @@ def visible_keys(attention_mask: Any) -> Tensor:
         The bool mask. A bool ``attention_mask`` is returned unchanged.
 
     Raises:
-        ValueError: if the mask is not a tensor, or if it contains other values.
+        ValueError: if the mask is not a tensor, or if a mask that is not bool contains a value above -1000 other than 0.
     """
     if not isinstance(attention_mask, Tensor):
         raise ValueError(

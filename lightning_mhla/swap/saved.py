@@ -42,7 +42,9 @@ _derived: dict[tuple[type, type], type] = {}
 
 
 def derive(mixin: type, host: type, name: str, **attributes: Any) -> type:
-    """Return the class that is derived from a mixin and a diffusers or transformers class. The first call creates it.
+    """Return the class that is derived from a mixin and a diffusers or transformers class.
+
+    The first call for each pair of classes creates the derived class.
 
     Args:
         mixin: subclass of :class:`SwappedClass` that saves and loads replaced attention.
@@ -156,7 +158,7 @@ def write_module(folder: str | Path, source: str, names: Sequence[str]) -> None:
 
 
 def guarded(config: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values in a configuration, so that the original diffusers or transformers class rejects it.
+    """Return a copy of a configuration with replaced values, so that the original diffusers or transformers class rejects it.
 
     :func:`restored` reverses this.
 

@@ -174,9 +174,9 @@ def resize_blocks(model: Any, block_grid: Sequence[int]) -> None:
         block_grid: new number of blocks along each axis of the token grid.
 
     Raises:
-        ValueError: if no layer has such blocks, or if ``block_grid`` does not have one positive entry for each axis of the
-            model's token grid. Also if the kind is ``mhla`` and the model has class or register tokens, because the
-            mixing coefficients then have a fixed size.
+        ValueError: if no layer has attention of kind ``mhla`` or ``mhla_window``, or if ``block_grid`` does not have one
+            positive entry for each axis of the model's token grid. Also if the kind is ``mhla`` and the model has class or
+            register tokens, because the mixing coefficients then have a fixed size.
         TypeError: if an entry of ``block_grid`` is not an integer.
     """
     new, host = tuple(map(index, block_grid)), host_of(model)

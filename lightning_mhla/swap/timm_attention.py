@@ -26,6 +26,7 @@ class _Swapped:
         swapped: the new attention, without projections.
         blocks: number of blocks along each axis of the token grid.
         grid: hook that records the token grid of the current image.
+        fitted: block layout and device for which the new attention was last set up; None before the first image.
         as_before: whether the forward pass computes the original attention instead of the new one.
     """
 

@@ -2,7 +2,7 @@
 
 A saved ``config.json`` names the architecture ``mhla_swapped``, which ``import lightning_mhla.timm`` registers with timm. After
 this import, timm's scripts and ``timm.create_model("local-dir:FOLDER", pretrained=True)`` load a saved folder.
-:func:`lightning_mhla.load_swapped` loads it without this import.
+:func:`lightning_mhla.load_swapped` loads a saved folder without this import.
 """
 
 from __future__ import annotations

@@ -104,9 +104,9 @@ def transfer_loss(model: nn.Module, run: Callable[[], Any]) -> Tensor:
     """Compute how much the outputs of the new and the original attention differ, averaged over the replaced layers.
 
     The distance of a layer is the mean squared difference of the two outputs, divided by the variance of the original output,
-    so that all layers have the same weight. Each layer gets the input that it has in the original model, so no layer has to
-    correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are ignored, except
-    those of the decoder of an encoder-decoder model.
+    so that layers with large outputs do not dominate the mean. Each layer gets the input that it has in the original model, so
+    no layer has to correct errors of an earlier one. Only the parameters of the new attention get gradients. Padding tokens are
+    ignored, except those of the decoder of an encoder-decoder model.
 
     Args:
         model: model whose attention :func:`lightning_mhla.swap_attention` replaced.

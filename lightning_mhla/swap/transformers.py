@@ -5,8 +5,9 @@
     model.generate(**tokenizer("def ", return_tensors="pt"))
 
 The model's own code still projects and normalizes queries and keys and applies the rotary embedding. The new attention is
-called through transformers' attention interface and applies its feature map afterwards. It therefore depends on absolute
-positions, not only on distances between tokens. If rows are padded on the left, pass ``position_ids``, as ``generate`` does.
+called through transformers' attention interface and applies its feature map afterwards. Its output therefore depends on
+absolute positions, not only on distances between tokens. If rows are padded on the left, pass ``position_ids``, as ``generate``
+does.
 The parameters of the new attention have names that contain ``.swapped.``.
 
 In language models, generation stores a recurrent state in transformers' cache in place of keys and values. The size of this
@@ -178,7 +179,7 @@ class TransformersHost(HostLibrary):
 
 
 def _context(model: Any, layer: Any) -> PositionLimit | None:
-    """Return the limit on rotary positions of a language model: the length of the texts on which it was trained, in tokens.
+    """Return the limit on the rotary positions of a language model: the context length in its configuration, in tokens.
 
     Args:
         model: language model.

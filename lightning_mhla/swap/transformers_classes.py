@@ -60,9 +60,9 @@ class SwappedConfig(SwappedClass):
 
     @classmethod
     def derive_from(cls, host: Any) -> Any:
-        """Return the class for models with replaced attention that is derived from a transformers configuration class.
+        """Return the configuration class for models with replaced attention that is derived from a transformers class.
 
-        The class is created on the first call.
+        The derived class is created on the first call for each transformers class.
 
         Args:
             host: transformers configuration class. A class for models with replaced attention is returned unchanged.
@@ -156,7 +156,7 @@ class SwappedTransformersModel(SwappedModel):
     def derive_from(cls, host: Any) -> Any:
         """Return the class for models with replaced attention that is derived from a transformers model class.
 
-        The class is created on the first call.
+        The derived class is created on the first call for each transformers class.
 
         Args:
             host: transformers model class. A class for models with replaced attention is returned unchanged.
@@ -211,6 +211,9 @@ class SwappedTransformersModel(SwappedModel):
 def __getattr__(name: str) -> Any:
     """Return the class ``name`` of this module, a model or configuration class for models with replaced attention.
 
+    The name ``PreTrainedModel`` gives transformers' own base class, which diffusers looks up in the modules of pipeline
+    components.
+
     Raises:
         AttributeError: if transformers does not have a corresponding class.
     """
@@ -247,7 +250,12 @@ def _publish(name: str) -> str:
 
 
 def _rejects(host: Any, name: str) -> bool:
-    """Return whether the constructor of a configuration class raises an error if its argument ``name`` is a text."""
+    """Return whether the constructor of a configuration class raises an error for a string as the argument called ``name``.
+
+    Args:
+        host: transformers configuration class.
+        name: name of the argument, such as ``hidden_size``.
+    """
     try:
         host(**{name: NOTICE})
     except Exception:  # the type does not matter: any error stops a class that does not support the swap

@@ -137,7 +137,7 @@ def _is_supported(layer: Any) -> bool:
 
 
 def _longest(config: Any, *names: str) -> int:
-    """Return the first limit on the number of tokens that a model configuration sets; 512 if it sets none.
+    """Return the first token limit that a model configuration sets; 512 if it sets none.
 
     Args:
         config: configuration of the model.
@@ -152,7 +152,7 @@ def _build(layer: Any, config: CrossAttentionConfig) -> CrossAttention:
 
     Args:
         layer: cross-attention module of transformers.
-        config: configuration of the new attention, with all options for the context set.
+        config: configuration of the new attention, in which ``key_tokens`` and ``key_block_size`` are set.
     """
     weight = next(layer.parameters())
     # T5 and its relatives name heads and widths differently from BART and its relatives.

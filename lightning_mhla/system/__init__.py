@@ -1,1 +1,1 @@
-"""Helpers that all other packages use, for files, processes, options and access to private names of libraries."""
+"""Helpers for files, processes, options and access to private names of libraries, which all other packages use."""

@@ -113,7 +113,7 @@ def arrange(figure: Figure, dpi: float) -> Bbox:
 def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
     """Write a figure as a PNG file, and its variant for dark screens to the subfolder ``dark``.
 
-    The caption is stored in both files, from which ``report.html`` reads it.
+    The caption is stored in both files, for the run's ``report.html``, which shows it with the figure.
 
     Args:
         figure: figure to write. Its colors are restored afterwards; the positions of its parts stay fixed.

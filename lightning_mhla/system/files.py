@@ -62,7 +62,7 @@ def _without_nan(value: Any) -> Any:
 
 
 def write_json(path: Path, value: Any, indent: int | None = None, default: Callable[[Any], Any] | None = None) -> None:
-    """Write a value to a JSON file atomically, and create missing folders.
+    """Write a value to a JSON file atomically, and create missing folders. NaN and infinity become ``null``.
 
     Args:
         path: path of the file.
@@ -157,12 +157,13 @@ def rebuilt_folder(folder: Path, replaced: Callable[[Path], bool] = lambda _: Fa
 def _carry(
     source: Path, target: Path, is_carried: Callable[[Path], bool], move: Callable[[Path, Path], object]
 ) -> None:
-    """Move or link the files of one folder into another folder, and create empty folders there as in the first folder.
+    """Move or link files from one folder into another, and recreate the first folder's empty subfolders there.
 
     Args:
         source: folder to take files from.
         target: folder to put them in.
-        is_carried: function that takes a path relative to ``source``, and returns whether to move or link it.
+        is_carried: function that takes the path of a file or an empty folder, relative to ``source``, and returns whether to
+            transfer it.
         move: function that takes the old and the new path of a file, and links or renames the file.
 
     Raises:

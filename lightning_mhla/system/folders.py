@@ -63,8 +63,8 @@ class TrialFolder(Callback):
 def run_folder(trainer: Trainer) -> Path:
     """Return the log folder of a run, the same on every process. Every process must call this function.
 
-    A trial with ``fast_dev_run`` leaves no files behind. Its callbacks write to a temporary folder, so that the trial also
-    runs their code.
+    The result for a trial with ``fast_dev_run`` is a temporary folder. Callbacks write to it, so that the trial also runs their
+    code but leaves no files behind.
     """
     if is_trial(trainer):
         return _trial_folder(trainer).create(trainer)

@@ -15,10 +15,10 @@ SMALLEST = 1e-4
 
 
 def rounded(value: float | None) -> str:
-    """Round a number to an integer if it has over four digits before the point, otherwise to four significant digits.
+    """Format a number as an integer if it has over four digits before the point, otherwise with four significant digits.
 
     Examples are ``123,456``, ``1,235``, ``92.13``, ``0.1235`` and ``1.235e-05``. Zeros at the end of a fraction are left out.
-    Numbers from 1e15 on are written with four significant digits and an exponent.
+    Numbers from 1e15 on also have four significant digits, with an exponent.
 
     Args:
         value: number to round. None, NaN and infinities become ``not finite``.

@@ -77,7 +77,9 @@ def redacted(value: Any, name: str = "") -> Any:
 
 
 def published(value: Any, name: str = "") -> Any:
-    """Return nested options for publication: secrets become ``***``, and local paths are cut to their last component.
+    """Return nested options for publication: secrets become ``***``, and local paths lose their folders.
+
+    A path is cut to its last component if it is absolute, or begins with ``~`` or ``..``. Other relative paths do not change.
 
     Args:
         value: dicts, lists, tuples, strings, paths and plain values; other objects are returned unchanged.

@@ -28,11 +28,12 @@ _stores: list[Store] = []
 def listen_on_one_interface(strategy: Strategy) -> None:
     """Open the rendezvous port of a run, at which its processes meet, only on the network interface of rank 0's address.
 
-    By default, torch opens this port on all interfaces. This function leaves the default unchanged in these cases:
+    By default, torch opens this port on all interfaces. This function does nothing in processes other than rank 0. In rank 0,
+    it leaves the default unchanged in these cases:
 
     - The run has a single process.
     - The run uses several machines, and MASTER_ADDR is a host name, which may resolve to different addresses.
-    - The address does not belong to this machine.
+    - The port cannot be opened at this address, for example because the address does not belong to this machine.
     - torchrun started the process, and opens the port itself.
 
     Call this function before any method of the trainer.

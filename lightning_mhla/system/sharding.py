@@ -37,9 +37,9 @@ def is_sharded_module(module: object) -> TypeGuard[FSDPModule]:
 def gathered_weights(module: nn.Module) -> Iterator[None]:
     """Gather all sharded weights of a module on every process, for methods other than ``forward``.
 
-    FSDP2 gathers weights when ``forward`` of a sharded module is called, and not for other methods, such as those that generate
-    token by token. Within this context, every process holds all weights and may call any method, any number of times. Every
-    process must enter and leave the context. The context has no effect on a module without sharded weights.
+    FSDP2 gathers weights when ``forward`` of a sharded module is called, but not when other methods are called, such as those
+    that generate token by token. Within this context, every process holds all weights and may call any method, any number of
+    times. Every process must enter and leave the context. The context has no effect on a module without sharded weights.
 
     Args:
         module: module with sharded parts.
@@ -90,8 +90,8 @@ def shard(
         layers: layers of the network. Their parameters are gathered one layer at a time.
         mesh: one-dimensional mesh of the processes.
         gathered: dtype in which weights are gathered and used; gradients are reduced in float32.
-        float32_parts: parts of the network that stay in float32. Their parameters remain gathered after the forward pass,
-            because they are used again. This argument has no effect if ``gathered`` is float32.
+        float32_parts: parts of the network that stay in float32. Their parameters remain gathered from the forward pass
+            to the backward pass. This argument has no effect if ``gathered`` is float32.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

@@ -15,8 +15,8 @@ log = logging.getLogger(__name__)
 class StopSignals:
     """Signal handlers that record a request to stop, so that the process can stop at a suitable time.
 
-    A second Ctrl+C (SIGINT) raises KeyboardInterrupt. Python allows handlers in the main thread only, so no signal is recorded
-    in any other thread.
+    A second Ctrl+C (SIGINT) raises KeyboardInterrupt. Python allows only the main thread to install handlers, so an object that
+    is started in any other thread records no signals.
 
     Args:
         names: names of the signals, such as ``SIGTERM``.

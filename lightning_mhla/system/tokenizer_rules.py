@@ -160,7 +160,7 @@ class _Rule(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """Upper bound of the factor by which this replacement step lengthens a text."""
+        """Upper bound on the factor by which this replacement step lengthens a text."""
         return (len(self.content) + (self.is_regex or not self.pattern)) / self.shortest
 
     def make(self) -> normalizers.Normalizer:

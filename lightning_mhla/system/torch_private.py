@@ -34,7 +34,7 @@ def makes_fake_tensors() -> bool:
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass is running. In a forward pass, this means that activations are being recomputed."""
+    """Return whether a backward pass is running. If so, a forward pass that calls this function recomputes activations."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -46,7 +46,7 @@ def compilations() -> tuple[int, float]:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module.compile()`` was called on a module."""
+    """Return whether a module was compiled with its method ``compile``."""
     return module._compiled_call_impl is not None
 
 

@@ -9,7 +9,8 @@ def publish(name: str, kind: type) -> None:
     """Add a class to the module ``transformers``, where the library's server and pipelines look up classes by name.
 
     transformers executes its own ``__init__`` a second time when its processors are imported. Code that imported it earlier,
-    such as the server, therefore holds a different module object than ``sys.modules``. The class is added to both objects.
+    such as the server, therefore holds a different module object than ``sys.modules`` does. The class is added to each of these
+    objects.
 
     Args:
         name: name under which the class is looked up.

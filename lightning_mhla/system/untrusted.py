@@ -59,10 +59,10 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 
 
 def reason(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, without unprintable characters and truncated to ``length`` characters.
+    """Return the first line of an error's message, truncated to ``length`` characters.
 
-    If the first line ends in a colon, the second line is appended. If the message is empty, the name of the error's class is
-    returned.
+    Unprintable characters become question marks. If the first line ends in a colon, the second line is appended. If the message
+    is empty, the name of the error's class is returned.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
@@ -180,6 +180,9 @@ def parse_array_header(data: bytes) -> tuple[tuple[int, ...], np.dtype, int]:
 def read_yaml(path: Path) -> Any:
     """Read a YAML file, after a check that it is safe to parse.
 
+    Returns:
+        The parsed value, such as a dict, a list or a string; None for an empty file.
+
     Raises:
         ValueError: if the file cannot be read, or if it exceeds a limit on its length, its nesting or the number of its values.
     """
@@ -196,7 +199,10 @@ def parse_yaml(text: str, loader: Any = yaml.SafeLoader) -> Any:
 
     Args:
         text: YAML text.
-        loader: a subclass of ``yaml.SafeLoader`` or ``yaml.CSafeLoader``.
+        loader: ``yaml.SafeLoader``, ``yaml.CSafeLoader`` or a subclass of one of them.
+
+    Returns:
+        The parsed value, such as a dict, a list or a string; None for an empty text.
 
     Raises:
         ValueError: if the text exceeds a limit of :func:`check_yaml`, or if a value does not fit its tag, as in ``!!bool 5``.

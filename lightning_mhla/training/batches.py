@@ -11,12 +11,12 @@ from torch import Tensor
 def check_batch(batch: Any, keys: tuple[str, ...], part: str) -> None:
     """Check that a batch has the keys that the steps of a training module read.
 
-    If a batch for validation, test or prediction has no key ``valid``, the key is added: a bool tensor, True for every sample,
-    so that metrics count all samples. It is not added if ``keys`` is empty.
+    If ``keys`` is not empty, and a batch for validation, test or prediction has no key ``valid``, the key is added: a bool
+    tensor ``[B]``, True for each of the B samples, so that metrics count all samples.
 
     Args:
         batch: batch of any data module, modified in place.
-        keys: required keys. A key such as ``a|b`` requires ``a`` or ``b``. Without keys, only the type is checked.
+        keys: required keys. A key such as ``a|b`` requires ``a`` or ``b``. If empty, only the type of the batch is checked.
         part: use of the batch: ``"training"``, ``"validation"``, ``"test"`` or ``"prediction"``.
 
     Raises:

@@ -26,7 +26,7 @@ def known_classes(num_classes: int | None) -> int:
 
 
 class NamesClasses(TrainingModule):
-    """Mixin that saves the class names of the training data in checkpoints, and checks on resume that they are unchanged.
+    """Base class of training modules that save the class names of the data, and check on resume that the names are the same.
 
     Attributes:
         label_names: names of the classes in the order of their labels; None if they are not known.

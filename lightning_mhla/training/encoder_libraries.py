@@ -43,8 +43,7 @@ class EncoderLibrary(ABC):
 
         Args:
             model: encoder to load the weights into.
-            pretrained: path of a checkpoint, of a run's folder (its latest complete checkpoint is read) or of an exported
-                folder; or name of the encoder.
+            pretrained: path or name of the weights, in one of the forms that :func:`describe_encoder` accepts.
 
         Raises:
             OSError: if there are no weights.
@@ -215,7 +214,8 @@ def describe_encoder(pretrained: str) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: if there is no such encoder.
-        ValueError: if the model is of a different kind, or cannot be trained.
+        ValueError: if the path leads to a model that is not from transformers or timm, to a quantized model, or to a timm model
+            whose attention cannot be replaced.
     """
     return read_description(pretrained) if timm_name(pretrained) is None else read_timm_description(pretrained)
 

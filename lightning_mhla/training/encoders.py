@@ -43,10 +43,11 @@ class EncoderDistillation:
             output of its original attention for the same input. These steps train only the parameters of the new attention.
         teacher: path or name of the model before its attention was replaced, as for the option pretrained. Training and
             evaluation require it.
-        tokens_weight: weight of the mean squared difference of the token vectors, divided by the variance of the teacher's
-            vectors.
-        embedding_weight: weight of one minus the cosine similarity of the embeddings.
-        similarity_weight: weight of the mean squared difference of the cosine similarities between all samples of a batch.
+        tokens_weight: weight of the distance of the token vectors from those of the teacher. The distance is the mean squared
+            difference, divided by the variance of the teacher's vectors.
+        embedding_weight: weight of one minus the cosine similarity between a sample's embedding and that of the teacher.
+        similarity_weight: weight of the mean squared difference between the encoder's and the teacher's cosine similarity, over
+            all pairs of samples in a batch.
 
     Raises:
         ValueError: if ``layer_steps`` or a weight is negative, or all weights are zero.
@@ -110,8 +111,8 @@ class LinearizedEncoder(TrainingModule):
             pretrained: path or name of the encoder to start from. Its weights are loaded before training. None to load no
                 weights; ``network`` is then required.
             attention: options of the new attention.
-            layer_kinds: ``keep`` or ``replace`` for the first layers, repeated until all layers have one; None to replace all
-                layers.
+            layer_kinds: list with an entry ``"keep"`` or ``"replace"`` for each layer; a shorter list is repeated. None to
+                replace the attention of all layers.
             train: part of the model that is trained after the first ``distillation.layer_steps`` steps: ``"all"``,
                 ``"attention"``, ``"new"`` (parameters that the replacement added) or ``"lora"``.
             lora: rank, alpha and dropout of the adapters for ``train="lora"``.
@@ -251,6 +252,10 @@ class LinearizedEncoder(TrainingModule):
 
         In the first ``distillation.layer_steps`` steps, the loss compares the output of each replaced layer with that of the
         original layer. Later, it is the weighted sum of the distances from the teacher that :class:`EncoderDistillation` lists.
+
+        Args:
+            batch: tensors ``[B, ...]`` by name, from which :meth:`read_inputs` selects the inputs of the encoder.
+            batch_idx: index of the batch; not used.
         """
         inputs = self.read_inputs(batch)
         if self.linearization.matches_layers(self):

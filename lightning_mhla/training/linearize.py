@@ -163,15 +163,15 @@ class LinearizedHost(ABC):
 class ScoringHost(LinearizedHost):
     """Operations of two-stage training for models from timm and transformers.
 
-    Replaced layers of these libraries can still compute their original attention. The first stage, which trains each layer to
+    Replaced layers of these models can still compute their original attention. The first stage, which trains each layer to
     reproduce its original output, therefore needs no teacher. It trains only the parameters of the new attention. The second
     stage compares the class or token scores of the model with those of the teacher, if there is one.
 
     Args:
         loss_name: name under which the loss on the data is logged if there is a teacher.
-        run: function that takes a model and inputs ``[B, ...]``, and runs the model without its head. B is the batch size. The
-            result is not used.
-        scores: function that takes a model and inputs ``[B, ...]``, and returns scores ``[B, ..., classes]``.
+        run: function that takes a model and one or more input tensors ``[B, ...]``, and runs the model without its head. B is
+            the batch size. The result is not used.
+        scores: function that takes the same arguments, and returns class or token scores ``[B, ..., classes]``.
     """
 
     distance_name = "train/teacher_divergence"
@@ -218,10 +218,10 @@ class ScoringHost(LinearizedHost):
 class Linearization:
     """Teacher and losses of two-stage training after the attention of a model was replaced.
 
-    A training module calls :meth:`start` once. The first stage trains each replaced layer to reproduce its original attention;
-    in each of its steps, the training module calls :meth:`layer_loss`. The second stage trains the complete model. A
-    ``Linearization`` is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it holds is
-    therefore not trained, averaged or saved.
+    A training module calls :meth:`start` before its first batch. The first stage trains each replaced layer to reproduce its
+    original attention; in each of its steps, the training module calls :meth:`layer_loss`. The second stage trains the complete
+    model. A ``Linearization`` is not an ``nn.Module``, and copies of the training module share it. The frozen teacher that it
+    holds is therefore not trained, averaged or saved.
 
     Args:
         options: number of steps of the first stage, and path or name of the teacher.

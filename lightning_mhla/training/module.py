@@ -155,10 +155,11 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
     def configure_callbacks(self) -> list[Callback]:
         """Return the callbacks that the trainer needs for its current task: fit, validation, test or prediction.
 
-        A fit gets callbacks for seeds, kernels, compile times, the moving average and checkpoints. It also gets
-        :class:`FiniteWatch` (check for NaN), :class:`StallWatch` (warning when training makes no progress) and
-        :class:`Forecast` (memory and time of the run), unless the trainer already has them. Prediction gets the callbacks that
-        write predictions to files. Validation and test get none.
+        A fit gets callbacks for random seeds and for failing Triton kernels and, if they are enabled, for compile times, the
+        moving average of the weights, and checkpoints. It also gets :class:`FiniteWatch` (check for NaN),
+        :class:`StallWatch` (warning when training makes no progress) and :class:`Forecast` (memory and time of the run), unless
+        the trainer already has them. Prediction gets the callbacks that write predictions to files. Validation and test get
+        none.
 
         The method also replaces Lightning's default checkpoint plugin with one that writes atomically and reads safely, because
         Lightning calls this hook before it reads or writes a checkpoint.
@@ -184,11 +185,11 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         ]
 
     def _recovery(self) -> list[Callback]:
-        """Return a list with the :class:`Recovery` callback, which writes all checkpoints, or an empty list.
+        """Return a list with a :class:`Recovery` callback, or an empty list if checkpoints are disabled in the trainer.
 
-        If the trainer already has such a callback, this method removes it from the trainer's list and returns it. Lightning
-        then adds it at the end, so that it runs after all others and saves the state that they reach at the same step. The
-        list is empty if checkpoints are disabled in the trainer.
+        This callback writes all checkpoints of a run. If the trainer already has one, this method removes it from the trainer's
+        list and returns it. Lightning then adds it at the end, so that it runs after all others and saves the state that they
+        reach at the same step.
         """
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]  # the trainer's own list
         recovery_callbacks: list[Callback] = [callback for callback in callbacks if isinstance(callback, Recovery)]
@@ -260,10 +261,10 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 
     def _lengths(self) -> tuple[float, float]:
-        """Return the number of optimizer steps in the run, and the number in one epoch.
+        """Return the number of optimizer steps in the run, and the mean number per epoch of the warm-up.
 
-        The first number is infinite for a run without an end. The second is only used to compute the warm-up, and is 1 if the
-        length of the warm-up is not given in epochs.
+        The first number is infinite for a run without an end. The second is 1 if the length of the warm-up is not given in
+        epochs; it is then not used.
 
         Raises:
             ValueError: if the length of the warm-up is given in epochs, and the data has no length.
@@ -409,7 +410,7 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             check_optimizer(saved, self.optimizer_config.kind, len(BETAS[self.optimizer_config.kind]), sizes)
 
     def _leave_out_tuners(self, checkpoint: dict[str, Any]) -> None:
-        """Remove Lightning's tuner callbacks, and use the batch size and learning rate from the checkpoint instead."""
+        """Remove Lightning's tuners from the trainer's callbacks, and take batch size and learning rate from the checkpoint."""
         data, callbacks = self.trainer.datamodule, self.trainer.callbacks  # type: ignore[attr-defined]  # set when it is made
         for tuner in [callback for callback in callbacks if isinstance(callback, BatchSizeFinder | LearningRateFinder)]:
             callbacks.remove(tuner)

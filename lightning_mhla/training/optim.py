@@ -42,7 +42,7 @@ class OptimizerConfig:
         min_lr: learning rate at the end of the cosine.
         warmup_epochs: length of the linear warm-up in epochs. Give either this or warmup_steps.
         warmup_steps: length of the linear warm-up in optimizer steps.
-        mixing_lr_scale: factor on the learning rate of the mixing coefficients.
+        mixing_lr_scale: factor by which the learning rate of the mixing coefficients is multiplied.
         layer_decay: learning rate of a layer divided by that of the next layer; 1 for the same rate in all layers.
         kind: adamw or came (arXiv 2307.02047). CAME is the optimizer of SANA, and needs the package pytorch-optimizer. It keeps
             one full tensor for each matrix where AdamW keeps two, and does not support sharded parameters (FSDP).
@@ -93,7 +93,7 @@ def parameter_groups(
         model: model to train.
         config: learning rates and weight decay.
         layers: prefixes of the parameter names of each layer, from input to output. Parameters whose names match no prefix
-            belong to the output.
+            belong to the output, whose learning rate is not reduced.
 
     Returns:
         Parameter groups for a torch optimizer, dicts with ``params``, ``lr``, ``weight_decay`` and ``name``. Empty groups are
@@ -125,7 +125,8 @@ def parameter_groups(
 class Schedule:
     """Learning-rate schedule with a linear warm-up, followed by a cosine or a constant learning rate.
 
-    ``LambdaLR`` calls the object to get the factor on the learning rate, and saves its attributes in checkpoints.
+    ``LambdaLR`` calls the object to get the factor by which it multiplies the peak learning rate. It saves the object's
+    attributes in checkpoints.
 
     Args:
         config: options of the schedule, see :class:`OptimizerConfig`.
@@ -134,7 +135,7 @@ class Schedule:
 
     Attributes:
         start: step at which the cosine begins: the end of the warm-up, or the step at which the options last changed.
-        top: factor on the learning rate at step ``start``.
+        top: learning rate at step ``start``, divided by the peak learning rate.
     """
 
     def __init__(self, config: OptimizerConfig, steps: float, warmup: int) -> None:
@@ -144,7 +145,7 @@ class Schedule:
         self.start, self.top = warmup, 1.0
 
     def __call__(self, step: int) -> float:
-        """Return the factor on the learning rate at optimizer step ``step``, counted from 0."""
+        """Return the learning rate at optimizer step ``step``, counted from 0, divided by the peak learning rate."""
         if step < self.warmup:
             return (step + 1) / self.warmup
         if self.kind == "constant":

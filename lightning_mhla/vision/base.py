@@ -225,12 +225,13 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
         Args:
             images: images, ``[B, channels, H, W]``.
             map_indices: indices of the requested feature maps, counted from 0.
-            stop_early: whether to skip layers after the last requested map.
+            stop_early: whether to skip layers after the last requested map. The returned features may then differ from those of
+                :meth:`forward_features`.
             norm: whether to apply the model's final norm to the maps, if the model has one.
 
         Returns:
-            Features as :meth:`forward_features` returns them, and the requested maps, ``[B, C, h, w]`` each, with C channels
-            and h x w positions.
+            The features, and the requested maps in the order of ``map_indices``, ``[B, C, h, w]`` each, with C channels and
+            h x w positions.
         """
         raise NotImplementedError
 
@@ -257,7 +258,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
             intermediates_only: whether to return only the maps.
 
         Returns:
-            The features and the list of maps, or only the list.
+            The features and the list of maps, or only the list if ``intermediates_only`` is true.
 
         Raises:
             ValueError: if the format is unknown, or an index is out of range.

@@ -83,7 +83,7 @@ class Preprocessing:
 
     @property
     def mode(self) -> str:
-        """Pillow mode of the images that the transform takes: ``"L"`` for one channel without a crop, otherwise ``"RGB"``."""
+        """Pillow mode of the input images: ``"L"`` if ``channels`` is 1 and ``crop_share`` is None, otherwise ``"RGB"``."""
         return "L" if self.crop_share is None and self.channels == 1 else "RGB"
 
     def as_dict(self) -> dict[str, Any]:

@@ -161,7 +161,10 @@ class VisionTransformer(
 
     @override
     def forward_features(self, images: Tensor) -> Tensor:
-        """Compute the final tokens ``[B, N, dim]``, N per image, of images ``[B, channels, image_size, image_size]``.
+        """Compute the final tokens of images ``[B, channels, image_size, image_size]``.
+
+        Returns:
+            Tokens ``[B, N, dim]``, with N tokens per image.
 
         Raises:
             ValueError: if the images do not have the size ``image_size``.

@@ -30,8 +30,9 @@ EPS = 1e-6
 class MapAttention(nn.Module):
     """Attention over the positions of a feature map of any size.
 
-    The map is divided into ``config.block_grid`` blocks along its two axes, regardless of its size; None stands for one block.
-    Blocks have different sizes if the map cannot be divided evenly.
+    For kinds of attention that use blocks, ``config.block_grid`` is the number of blocks along each axis of the map, regardless
+    of its size. If ``block_grid`` is None, the map is a single block. Blocks have different sizes if the map cannot be divided
+    evenly.
 
     Args:
         dim: number of channels of the map.
@@ -178,8 +179,7 @@ class VLT(
             images of different sizes.
         num_classes: number of class scores; 0 for a model without a head.
         attention: configuration of the attention in the first ``stages.linear_stages`` stages, see
-            :class:`lightning_mhla.AttentionConfig`. Later stages use softmax attention with
-            the other options unchanged.
+            :class:`lightning_mhla.AttentionConfig`. Later stages use softmax attention with the other options unchanged.
         stages: sizes of the stages, see :class:`StageConfig`.
         channels: number of channels of the image.
         drop_path: stochastic depth rate of the last block. The rate rises linearly from 0 in the first block.
@@ -303,7 +303,7 @@ class VLT(
             indices: indices of the requested stages, where negative ones count from the end; or a number n for the last n
                 stages.
             prune_norm: has no effect here, since no norm follows a stage.
-            prune_head: whether to remove projection, pooling and head.
+            prune_head: whether to remove projection, pooling and head, which only fit the map of the original last stage.
 
         Returns:
             Indices of the requested stages, counted from 0.

@@ -292,6 +292,11 @@ def test_wrong_calls_are_refused(alone: Any) -> None:
         mhla_sequence_parallel(q, q, q, decaying, group=alone, tokens=32, block_size=8, exchange="tokens")
     with pytest.raises(ValueError, match="key_mask is"):
         mhla_sequence_parallel(q, q, q, mixing, group=alone, tokens=32, block_size=8, key_mask=torch.ones(1, 3) > 0)
+    for name in ("q", "k", "v", "key_mask"):
+        with pytest.raises(TypeError, match=rf"^{name} is list; it must be a tensor"):
+            mhla_sequence_parallel(
+                **{"q": q, "k": q, "v": q, name: [1.0]}, mixing=mixing, group=alone, tokens=32, block_size=8
+            )
     with pytest.raises(ValueError, match="k holds negative features"):
         mhla_sequence_parallel(q, q - 0.5, q, mixing, group=alone, tokens=32, block_size=8)
     with pytest.raises(ValueError, match="mixing is on 'meta'"):

@@ -142,8 +142,10 @@ def test_lines_that_are_not_objects_are_named(line: str, message: str, tmp_path:
 
 def test_what_is_beside_the_text_may_be_anything(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "one", "n": ' + "7" * 5000 + '}\n\ufeff{"text": "two", "n": NaN}\n')
-    assert [row["text"] for _, row in json_lines(path)] == ["one", "two"]
+    path.write_text('{"text": "one", "label": 3, "n": ' + "7" * 5000 + '}\n\ufeff{"text": "two", "n": NaN}\n')
+    first, second = (row for _, row in json_lines(path))
+    assert (first["text"], second["text"]) == ("one", "two")
+    assert (first["label"], type(first["label"])) == (3, int), "changed by the number beside it"
 
 
 def test_entries_that_are_not_text_are_named() -> None:

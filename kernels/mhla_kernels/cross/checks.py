@@ -34,15 +34,15 @@ Bounds = Tensor | Sequence[int]
 def is_cross(q: Tensor, k: Tensor, *only_cross: object) -> bool:
     """Return whether an attention call is cross-attention.
 
-    A call is cross-attention if it has an argument that exists only for cross-attention, or if q and k differ in length.
+    A call is cross-attention if q and k differ in length, or if an argument that exists only for cross-attention is given.
 
     Args:
         q: queries, not checked yet.
         k: keys, not checked yet.
-        only_cross: arguments that exist only for cross-attention; None for each one that was not passed.
+        only_cross: arguments that exist only for cross-attention; None for each one that is not given.
 
     Raises:
-        TypeError: if q or k is not a tensor. This is not checked if one of ``only_cross`` was passed.
+        TypeError: if q or k is not a tensor. This is not checked if one of ``only_cross`` is not None.
     """
     for argument in only_cross:
         if argument is not None:
@@ -131,10 +131,11 @@ def _check_layouts(
 ) -> CrossLayout:
     """Check the block sizes or offsets of queries and keys, and return the layouts of both.
 
-    Without ``key_block_size`` and ``key_block_offsets``, the keys get the same block size or offsets as the queries.
+    If neither ``key_block_size`` nor ``key_block_offsets`` is given, the keys get the block size or offsets of the queries.
 
     Raises:
-        ValueError: if the arguments exclude each other, or do not fit the numbers of tokens.
+        ValueError: if the queries or the keys have both a block size and offsets, if the queries have neither, or if a value is
+            invalid or does not fit the number of tokens.
     """
     if (block_size is None) == (block_offsets is None):
         raise ValueError("give exactly one of block_size (equal blocks) and block_offsets (uneven blocks)")
@@ -157,7 +158,7 @@ def _check_side(name: str, tokens: int, size: int | None, offsets: Bounds | None
     Args:
         name: prefix of the argument names in error messages, ``"block"`` or ``"key_block"``.
         tokens: number of queries or of keys.
-        size: tokens in a block; used only if ``offsets`` is None.
+        size: tokens in a block; required if ``offsets`` is None, otherwise ignored.
         offsets: index of the first token of each uneven block, followed by the number of tokens; None for equal blocks.
     """
     if offsets is not None:

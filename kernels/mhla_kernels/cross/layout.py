@@ -145,7 +145,7 @@ class CrossPartition(NamedTuple):
         return counts[blocks.owner.clamp(max=len(counts) - 1)]
 
     def token_blocks(self, device: torch.device) -> tuple[TokenBlocks, TokenBlocks]:
-        """Return the indices of each query's block and packed sequence, and the same for each key.
+        """Return the index of each query's block and of its packed sequence, then the same for each key.
 
         Blocks are counted over all sequences, as in :meth:`matrix`.
         """

@@ -45,7 +45,8 @@ def prepare_cross(problem: CrossProblem) -> CrossProblem:
     """Prepare checked arguments for the PyTorch algorithms, and return them as a new object.
 
     Keys and values are repeated for every query head. All tensors are converted to the dtype in which sums are computed. The
-    feature map is applied, and masked queries, keys and values are set to zero. The query mask stays in the result.
+    feature map is applied, and masked queries, keys and values are set to zero. The result keeps the query mask, but
+    not the key mask.
     """
     masks = problem.query_mask, problem.key_mask
     q, k, v = prepare_tokens(problem.q, problem.k, problem.v, problem.feature_map, *masks)

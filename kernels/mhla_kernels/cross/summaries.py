@@ -70,7 +70,7 @@ def read_summaries(
     feature_map: FeatureMap,
     query_mask: Tensor | None,
 ) -> Tensor:
-    """Compute the outputs of queries from the mixture of key summaries that their block reads.
+    """Compute the output of each query from the mixture of key summaries for the query's block.
 
     The outputs are those of :func:`mhla_kernels.mhla_attention` for the same queries, keys, values and coefficients.
 

@@ -128,7 +128,7 @@ def bidirectional(q: Tensor, k: Tensor, v: Tensor, mix: Callable[[Tensor], Tenso
 
 
 def read_mixtures(q: Tensor, mixed: Tensor, totals: Tensor | None, weighting: Weighting) -> Tensor:
-    """Compute the outputs of queries from the mixture of summaries that their block reads.
+    """Compute the output of each query from the mixture of summaries for the query's block.
 
     Args:
         q: queries in M blocks of C token positions, ``[B, H, M, C, K]``.

@@ -193,7 +193,7 @@ class ParallelParts(NamedTuple):
         Args:
             q: queries of the part, ``[P, N, K]``.
             k: keys of the part, ``[P, J, K]``.
-            space: workspace, in whose memory ``"products"`` the result lies.
+            space: workspace, whose memory named ``"products"`` holds the result.
         """
         products = space.take("products", (*q.shape[:2], k.shape[1]))
         return self._hide(torch.bmm(q, k.transpose(1, 2), out=products))
@@ -251,8 +251,8 @@ class ParallelParts(NamedTuple):
             Args:
                 part: batch rows and heads to write.
                 of_x: gradient of queries, keys or values; None if it is not needed.
-                left: left matrices, one for each row and head of the part.
-                right: right matrices, one for each row and head of the part.
+                left: left factors, ``[P, tokens, n]`` for the P heads of the part, counted over its batch rows.
+                right: right factors, ``[P, n, width]``.
                 source: queries or keys before the feature map, whose backward pass is applied too; None for values.
             """
             if of_x is not None:
@@ -312,7 +312,7 @@ def _add_products(of_coefficients: Tensor, products: Tensor, of_weights: Tensor)
 
 
 def _sum_of_products(share: Tensor, out: Tensor) -> Tensor:
-    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, with zero for products of zero and infinity or NaN.
+    """Return the sums of ``share * out`` over the last axis, ``[..., 1]``, where zero times infinity or NaN counts as zero.
 
     ``share`` is a gradient. Where it is zero, an overflowed output must not make other gradients NaN.
     """

@@ -25,8 +25,8 @@ def weights(
     """Compute the attention weights of N queries and J keys directly from their definition.
 
     The weight of query t and key j is ``m[b(t), b(j)] * (q_t . k_j)``, where b(t) is the block of token t. It is zero for
-    tokens of different packed sequences and, in causal attention, for later keys. Then each row is divided by its sum + eps, or
-    is multiplied by a scale, depending on ``weighting``.
+    tokens of different packed sequences and, in causal attention, for later keys (in block-causal attention, keys of later
+    blocks). Then each row is divided by its sum + eps, or multiplied by a scale, depending on ``weighting``.
 
     Args:
         q_BNHK: queries, ``[B, N, H, K]``.
@@ -34,7 +34,8 @@ def weights(
         mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``; ``[Mq, Mk]`` or ``[H, Mq, Mk]`` in cross-attention.
         where: index of the block and of the packed sequence that contain each query.
         weighting: causality and normalization of the weights.
-        where_keys: index of the block and of the packed sequence that contain each key; None for ``where``.
+        where_keys: index of the block and of the packed sequence that contain each key; None in self-attention, where it
+            is the same as ``where``.
 
     Returns:
         Weights, ``[B, H, N, J]``.

@@ -212,7 +212,7 @@ class Mixing(ABC):
     def span_terms(self, causal: bool) -> int | None:
         """Return the number of running sums that the spanning form of attention carries from chunk to chunk.
 
-        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums.
+        The spanning form is an algorithm that processes groups of consecutive blocks, called chunks.
 
         Args:
             causal: whether the attention is causal.
@@ -226,8 +226,8 @@ class Mixing(ABC):
     def span(self, blocks: int, causal: bool) -> Span:
         """Return the coefficients within and between chunks, for the spanning form of attention.
 
-        This algorithm processes groups of consecutive blocks, called chunks, that are connected by running sums. Only classes
-        whose :meth:`span_terms` is not None implement this method.
+        The spanning form is an algorithm that processes groups of consecutive blocks, called chunks, and connects them by
+        running sums. Only classes whose :meth:`span_terms` is not None implement this method.
 
         Args:
             blocks: number of blocks in a chunk.
@@ -289,8 +289,8 @@ class Mixing(ABC):
         """Add up the summaries of all finished blocks, weighted for the block that is still receiving tokens.
 
         Args:
-            finished: summaries of finished blocks, ``[B, H, capacity, W]``; for classes with :attr:`running_sums`, R running
-                sums of them, ``[B, H, R, W]``.
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``, or R running sums of them, ``[B, H, R, W]``, if
+                :attr:`running_sums` is not None.
             block: index of the block that is still receiving tokens.
 
         Returns:
@@ -303,8 +303,8 @@ class Mixing(ABC):
         """Compute for each new block the weighted sum of the summaries of finished blocks and of earlier new blocks.
 
         Args:
-            finished: summaries of finished blocks, ``[B, H, capacity, W]``; for classes with :attr:`running_sums`, R running
-                sums of them, ``[B, H, R, W]``.
+            finished: summaries of finished blocks, ``[B, H, capacity, W]``, or R running sums of them, ``[B, H, R, W]``, if
+                :attr:`running_sums` is not None.
             summary: summaries of the M new blocks, ``[B, H, M, W]``.
             first: index of the first new block.
 
@@ -355,7 +355,9 @@ class Mixing(ABC):
     # The choice between forms, and the fused kernels.
 
     def fused(self, blocks: int, causal: bool, form: str) -> tuple[str, list[Tensor]]:
-        """Return the coefficients as the tensors that the Triton kernels read; by default, one matrix.
+        """Return the coefficients as the tensors that the Triton kernels read.
+
+        The default implementation returns one matrix.
 
         Args:
             blocks: number of blocks.

@@ -162,10 +162,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def mix(self, summary: Tensor, causal: bool) -> Tensor:
-        """Mix block summaries ``[B, H, M, W]`` by running sums, at a cost linear in the number of blocks M.
+        """Mix the summaries of all blocks for each of M blocks; if ``causal``, only the summaries of earlier blocks.
 
-        Over a grid, each exponential term mixes along one axis after the other. If one matrix takes fewer operations, it is
-        applied instead.
+        In a sequence, running sums mix them at a cost linear in the number of blocks M. Over a grid, each exponential term
+        mixes along one axis after the other, unless one matrix takes fewer operations.
 
         Args:
             summary: summaries of the M blocks, ``[B, H, M, W]`` with W numbers each.
@@ -249,7 +249,8 @@ class ExponentialMixing(Mixing):
     def boundary_sums(self) -> int | None:
         """Number of running sums that processes exchange in each direction if a sequence is distributed over them.
 
-        None if the blocks form a grid: the processes then exchange the summaries of all blocks.
+        It is the number of exponential terms. None if the blocks form a grid: the processes then exchange the summaries of
+        all blocks.
         """
         return self.terms if self.grid is None else None
 
@@ -314,10 +315,10 @@ class ExponentialMixing(Mixing):
 
     @override
     def work(self, blocks: int, causal: bool, fused: bool) -> int:
-        """Estimate the number of summaries that are added up to mix one block.
+        """Estimate the cost of mixing for one block, as a number of summaries that are added up.
 
-        The result is M, the number of blocks, if the fused kernels apply the coefficients as a matrix, as they do in
-        bidirectional attention.
+        In bidirectional attention, the fused kernels apply the coefficients as a matrix, so the result is M. Otherwise, it
+        has an upper bound that depends only on the number of exponential terms.
 
         Args:
             blocks: number of blocks M.
@@ -341,7 +342,7 @@ class ExponentialMixing(Mixing):
         any_row_scale: bool = False,
         steps: int = 500,
     ) -> tuple[ExponentialMixing, Tensor]:
-        """Fit a sum of exponentials to learned dense coefficients, and return it with the explained variance.
+        """Fit a sum of exponentials to learned dense coefficients, and return it with the explained fraction of variance.
 
         The fit minimizes the squared error over all coefficients, or over the lower triangle if ``causal``. Adam optimizes the
         logarithms of the decays. Before each of its steps, the nonnegative amplitudes are improved by least squares.
@@ -357,9 +358,9 @@ class ExponentialMixing(Mixing):
             steps: number of optimizer steps.
 
         Returns:
-            The fitted mixing in float32, and the explained variance, a scalar or ``[H]``. The explained variance is
-            ``1 - residual / variance about the mean``. If all coefficients are equal, their mean square takes the place of the
-            variance.
+            The fitted mixing in float32, and the fraction of the variance of the coefficients that it explains, a scalar or
+            ``[H]``: 1 minus the mean squared error divided by the variance. If all coefficients are equal, their mean square
+            takes the place of the variance.
 
         Raises:
             ValueError: if a shape is wrong, a number is not finite, or options do not fit together.

@@ -30,7 +30,15 @@ from torch.nn import functional as F
 
 from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, TokenLayout
-from mhla_kernels.checks import NEGATIVE_FEATURES, check_block_size, check_devices, check_features, check_problem
+from mhla_kernels.checks import (
+    NEGATIVE_FEATURES,
+    check_are_tensors,
+    check_block_size,
+    check_devices,
+    check_features,
+    check_is_tensor,
+    check_problem,
+)
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import MixingLike, as_mixing
@@ -85,8 +93,8 @@ def mhla_sequence_parallel(
         eps: positive number that is added to the sum of a row of weights before the division.
         feature_map: ``"identity"`` (q and k are already mapped) or ``"relu"``: ``relu(x) + 1e-6``.
         key_mask: ``[B, n]`` bool, False for masked tokens of this process; None if no token is masked.
-        exchange: data that the processes exchange: ``"summaries"`` of blocks, ``"tokens"`` (keys and values, for dense mixing
-            only), or ``"auto"``: whichever needs fewer bytes.
+        exchange: data that the processes exchange: ``"summaries"`` of blocks, ``"tokens"`` (keys and values; not for
+            exponential mixing without a grid), or ``"auto"``: whichever needs fewer bytes.
 
     Returns:
         Outputs ``[B, n, H, Dv]`` in the dtype of ``v``.
@@ -122,7 +130,8 @@ def mhla_sequence_parallel(
         raise ValueError(f"exchange={exchange!r} is not one of 'auto', 'summaries', 'tokens'")
     if exchange == "tokens" and mixing.boundary_sums is not None:
         raise ValueError(
-            f"exchange='tokens' is for dense mixing; {mixing} exchanges boundary sums: use exchange='auto'"
+            f"exchange='tokens' is for dense mixing and for exponential mixing over a grid; {mixing} exchanges boundary sums: "
+            "use exchange='auto'"
         )
     if exchange == "auto":
         sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
@@ -154,10 +163,13 @@ def mhla_sequence_parallel(
 
 def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     """Raise ValueError unless q, k and v have the same number of tokens n, and the key mask is None or ``[B, n]`` bool."""
+    check_are_tensors(q, k, v)
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
         )
+    if key_mask is not None:
+        check_is_tensor("key_mask", key_mask)
     if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
         raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
 
@@ -175,7 +187,7 @@ def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
 
 
 def _with_ones(v: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Append a column of ones to the values, in which attention then computes the sums of the weights.
+    """Append a column of ones to the values, so that the last column of the attention outputs is the sum of the weights.
 
     Args:
         v: values, ``[B, N, H, V]``. Masked values must be finite.

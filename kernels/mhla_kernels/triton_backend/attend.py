@@ -86,8 +86,9 @@ def _through_summary(
     The summary consists of sums S of ``k v^T`` and sums z of ``k``. ``total`` gets ``x S``. With ``NORMALIZE``, z is used as
     well: it adds ``x z`` to ``normalizer`` when the kernel computes the outputs (``MODE`` is ``OUT``), ``z`` to ``keys`` for
     the gradient of q (``DQ``), and ``z`` to ``total`` for the gradient of k (``DK``). ``x`` is loaded in slices of ``SLICE``
-    features. ``rows`` are the indices of the tokens in the tile. Tokens that are not ``visible`` count as zero. ``outputs`` are
-    the indices of the output features that the program computes.
+    features. ``x_base`` points to the tokens of a batch row and head, and ``summary`` to S, which z follows. ``rows`` are the
+    indices of the tokens in the tile. Tokens that are not ``visible`` count as zero. ``outputs`` are the indices of the output
+    features that the program computes.
 
     Returns:
         ``total`` ``[ROWS, OUTPUTS]``, ``normalizer`` ``[ROWS]`` and ``keys`` ``[ROWS, OUTPUTS]``.
@@ -208,6 +209,9 @@ def attend_kernel(
     scored inside a chunk only. ``mixing`` holds the coefficients between the blocks of a chunk. ``mixed`` holds ``TERMS``
     summaries for each chunk. A row token reads each of them with the weight of its block in ``term_weight``
     ``[H or 1, TERMS, size]``.
+
+    With ``NORMALIZE``, the outputs are divided by the normalizers n_t of the queries. ``inverse_normalizer`` holds ``1 / n_t``,
+    and ``normalizer_gradient`` the gradients of n_t, ``[B * H, queries]`` each. Mode DQ writes them; DV and DK read them.
 
     With ``OWN_GRADIENT`` the kernel also writes ``own_gradient``, in two cases. In mode DK of the causal chunked form it is
     ``[B * H, tiles in total, output parts]`` and gets this tile's part of the gradient of its block's coefficient for itself.
@@ -448,7 +452,7 @@ def attend(
         running: for each piece of a block, the summary of the pieces before it (after it for DV and DK),
             ``[B * H, M * pieces, K * V + K]`` float32; None if blocks are not divided into pieces.
         weights: ``1 / n_t`` and the gradient of n_t, ``[B * H, N]`` float32 each. DQ writes them, and DV and DK read them. None
-            without normalizer and for OUT.
+            for OUT, and if the outputs are not normalized.
         own_gradient: whether to compute the gradient of coefficients as well.
 
     Returns:

@@ -116,9 +116,10 @@ class Call:
 
     @property
     def columns(self) -> Call:
-        """Call with the second token of each token pair: this call itself or, in cross-attention, the call of the other side.
+        """Call whose tokens are the columns of the matrix of scores, that is, the second tokens of the token pairs.
 
-        The sides of cross-attention are the queries and the keys.
+        In self-attention, it is this call itself. In cross-attention, where this call has the queries or the keys as rows, it
+        is the call of the other side.
         """
         # a stored reference would be a cycle, which keeps q, k and v alive until the garbage collector runs
         return self
@@ -179,7 +180,7 @@ class Call:
 
     @cached_property
     def pieces(self) -> tuple[int, int]:
-        """Number of pieces into which the kernels divide a block, and number of tokens in a piece.
+        """Number of pieces into which the kernels divide the largest block, and number of tokens in a piece.
 
         In the spanning form of attention, which processes groups of several blocks (chunks), each chunk is a single piece.
         """

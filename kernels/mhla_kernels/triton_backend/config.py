@@ -56,7 +56,7 @@ def overlaps_chained_products(chip: int) -> bool:
 
 
 def register_limit(chip: int, warps: int) -> dict[str, int]:
-    """Return the launch option that raises a kernel's limit of registers per thread; an empty dict on Hopper.
+    """Return the launch option that raises a kernel's limit on registers per thread; an empty dict on Hopper.
 
     On other GPUs, the compiler limits some kernels to 128 or 168 registers per thread, so that they spill a few bytes. The
     option ``maxnreg`` raises the limit to 255 or, for more than eight warps, to an equal share of the 65536 registers.

@@ -134,8 +134,9 @@ def layout_name(layout: TokenLayout) -> str:
 def sound_kernels(device_type: str, device_index: int | None, *fields: Any) -> str:
     """Return the name of the set of Triton kernels for an attention call; an empty string if they may not be used.
 
-    The first call compares the kernels with PyTorch, on small inputs. Later calls use the stored result. Kernels that disagree
-    with PyTorch, or that cannot be compared during the capture of a CUDA graph, may not be used.
+    The first call for a set of kernels and a device compares the kernels with PyTorch, on small inputs. Later calls use the
+    stored result. Kernels that disagree with PyTorch, or that cannot be compared during the capture of a CUDA graph, may
+    not be used.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

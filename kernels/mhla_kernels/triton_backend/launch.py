@@ -22,9 +22,9 @@ def forward(call: Call, keys: Call) -> Tensor:
     """Run the forward pass of attention with Triton kernels, and return the outputs, ``[B, N, H, V]``.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
-            queries as rows.
-        keys: the same object as ``call``; in cross-attention, the call with keys as rows.
+        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the object for
+            which the rows of the matrix of scores are the queries.
+        keys: the same object as ``call``; in cross-attention, the object for which the rows are the keys.
     """
     if call.terms:
         return spanning.forward(call)
@@ -44,15 +44,15 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
     sets of summaries, in float32, exist at the same time.
 
     Args:
-        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the call with
-            queries as rows.
-        keys: the same object as ``call``; in cross-attention, the call with keys as rows.
+        call: arguments of the attention operator, with lookup tables and launch options. In cross-attention, the object for
+            which the rows of the matrix of scores are the queries.
+        keys: the same object as ``call``; in cross-attention, the object for which the rows are the keys.
         gradient: gradient of the outputs, ``[B, N, H, V]``.
         needs_gradient: four flags: whether to compute the gradient of q, of k, of v, and of all mixing coefficients.
 
     Returns:
-        Gradients of q, k, v and of each coefficient tensor, in this order. None for q, k or v if not wanted; the gradients of
-        the coefficients are left out if not wanted.
+        Gradients of q, k, v and of each coefficient tensor, in this order and in the shapes of these tensors. A gradient of
+        q, k or v that is not wanted is None. Gradients of coefficients that are not wanted are left out.
     """
     of_q, of_k, of_v, of_mixing = needs_gradient
     q, k, v = call.q, keys.k, keys.v

@@ -46,12 +46,12 @@ def mix_kernel(
     A block summary is a sum over the tokens of the block, for example of key-value products.
 
     With ``CAUSAL``, the sum is over ``b < i``; if ``CAUSAL`` is ``BLOCKS``, it is over ``b <= i``. With ``TRANSPOSED``, the
-    coefficient is ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. With ``ISOLATED``, infinite and NaN
-    summaries make only mixtures of their own sequence NaN.
+    coefficient is ``mixing[b, i]``, and a causal sum is over ``b > i`` or ``b >= i``. With ``ISOLATED``, an infinite or NaN
+    summary makes mixtures NaN only in its own sequence.
 
-    ``mixing`` is a float32 matrix of coefficients for each head. ``table`` holds the row (with ``TRANSPOSED``, the column) of
-    each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds the column (with
-    ``TRANSPOSED``, the row) of each block b. In self-attention, both are the same table. ``summary`` is
+    ``mixing`` holds a float32 matrix for each head, with strides along heads, rows and columns. ``table`` holds the row (with
+    ``TRANSPOSED``, the column) of each block i in ``mixing``, and the range of blocks b of its sequence. ``column_table`` holds
+    the column (with ``TRANSPOSED``, the row) of each block b. In self-attention, both are the same table. ``summary`` is
     ``[B * H, column_blocks, WIDTH]``, and ``mixed`` is ``[B * H, blocks, WIDTH]``, both float32. Grid:
     ``(B * H * tiles of blocks, parts of WIDTH)``.
 
@@ -191,13 +191,15 @@ class DenseMixer:
         """Compute weighted sums of block summaries, with the matrix of mixing coefficients as weights.
 
         Args:
-            call: arguments of the attention operator, which include the matrix. In cross-attention, those of the side whose
-                blocks read the summaries.
-            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32.
+            call: arguments of the attention operator, which include the matrix. In cross-attention, those of the queries or,
+                with ``transposed``, those of the keys.
+            summary: W sums over the tokens of each of M blocks, ``[B * H, M, W]`` float32. In cross-attention, these are the
+                Mk blocks of keys or, with ``transposed``, the Mq blocks of queries.
             transposed: whether to use the transposed matrix, as the backward pass does.
 
         Returns:
-            Mixed summaries, ``[B * H, M, W]`` float32. In cross-attention, M here is the number of blocks of ``call``.
+            Mixed summaries, ``[B * H, M, W]`` float32. In cross-attention, ``[B * H, Mq, W]`` or, with ``transposed``,
+            ``[B * H, Mk, W]``.
         """
         _, column_blocks, width = summary.shape
         blocks = call.tables.blocks
@@ -217,9 +219,9 @@ class DenseMixer:
         return mixed
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert the matrix, the only element of ``coefficients``, to a :class:`DenseMixing`.
+        """Convert the matrix of coefficients to a :class:`DenseMixing`, which the PyTorch algorithms take.
 
-        The PyTorch algorithms take objects of this class.
+        The matrix, ``[1, M, M]`` or ``[H, M, M]``, is the only element of the list ``coefficients``.
         """
         (matrix,) = coefficients
         return DenseMixing(matrix if len(matrix) > 1 else matrix[0])
@@ -227,7 +229,8 @@ class DenseMixer:
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Return the matrix of coefficients, and its strides along heads, query blocks and key blocks.
 
-        A kernel weights the product of a query and a key by the coefficient of their two blocks.
+        A kernel weights the product of a query and a key by the coefficient of their two blocks. The stride along heads is 0
+        if all heads share the matrix.
         """
         (matrix,) = call.coefficients
         h, i, j = matrix.stride()

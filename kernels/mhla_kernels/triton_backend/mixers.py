@@ -1,6 +1,6 @@
 """Launchers of the Triton kernels that mix block summaries, by kind of mixing coefficients.
 
-A new kind of coefficients adds an entry to ``MIXERS``.
+To support a new kind of coefficients, add an entry to ``MIXERS``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from mhla_kernels.triton_backend.scan import ExponentialMixer
 class TritonMixer(Protocol):
     """Interface to the Triton kernels for one kind of mixing coefficients, the weights in sums of block summaries.
 
-    A block summary is a sum over the tokens of the block, for example of key-value products. The methods find the coefficients,
-    as :meth:`mhla_kernels.mixing.Mixing.fused` returns them, in the attribute ``coefficients`` of their argument ``call``.
+    A block summary is a sum over the tokens of the block, for example of key-value products. Methods with an argument
+    ``call`` read the coefficients from its attribute ``coefficients``, a list of tensors that
+    :meth:`mhla_kernels.mixing.Mixing.fused` returns.
     """
 
     def mix(self, call: Call, summary: Tensor, transposed: bool = False) -> Tensor:
@@ -35,7 +36,7 @@ class TritonMixer(Protocol):
         """
 
     def mixing(self, coefficients: list[Tensor]) -> Mixing:
-        """Convert coefficient tensors to an instance of :class:`Mixing`, which the PyTorch algorithms take."""
+        """Convert coefficient tensors, as :meth:`Mixing.fused` returns them, to a :class:`Mixing` for PyTorch algorithms."""
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
         """Return a tensor with the coefficients of pairs of blocks, and its strides along heads, query blocks and key blocks.

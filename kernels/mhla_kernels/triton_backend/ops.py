@@ -2,9 +2,9 @@
 
 ``torch.ops.mhla.attention`` is registered here, and ``torch.ops.mhla.cross_attention`` in the same way by
 :mod:`mhla_kernels.triton_backend.cross.ops`. An operator takes only tensors, numbers, strings and lists of them, so that
-``torch.compile``, ``torch.export`` and activation checkpointing see one opaque call. Its schema is made from the named tuple of
-its arguments.
-:func:`mhla_kernels.mhla_attention` checks the arguments first, and handles empty inputs without these operators.
+``torch.compile``, ``torch.export`` and activation checkpointing see one opaque call. The schema of an operator is made from the
+named tuple of its arguments. :func:`mhla_kernels.mhla_attention` checks the arguments first, and handles empty inputs without
+these operators.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def register_attention(
 
     Args:
         name: name of the operator.
-        arguments_class: named tuple whose first fields are q, k, v and ``coefficients`` (a list). Other tensors and lists of
-            tensors follow, then the number ``block_size``, further numbers and options, among them ``guard``.
-        sides: function from an object of this class to the calls of the kernels for the queries and for the keys.
+        arguments_class: named tuple class whose first fields are q, k, v and ``coefficients`` (a list). Other tensors and lists
+            of tensors follow, then the number ``block_size``, further numbers and options, among them ``guard``.
+        sides: function that makes two :class:`Call` objects, one for the queries and one for the keys, from an object of this
+            class.
         fallback: function that computes the outputs in PyTorch, with support for autograd, from an object of this class.
         operations: function that counts the additions and multiplications in the matrix products of a forward pass, from an
             object of this class with shapes in place of tensors.

@@ -80,14 +80,14 @@ def _add_block_sums(
 ):
     """Sum the terms of the gradient of the mixing coefficients by key block and query block, and add the sums to ``total``.
 
-    ``pairs`` holds one term for each key (row) and query (column). The keys have the indices ``rows`` from ``start`` on, and
-    the queries the indices ``columns`` from ``first`` on; ``end`` and ``column_end`` are the indices after the last ones.
-    ``token_row`` holds the block index of each key, and ``column_row`` the block index of each query.
+    ``pairs`` holds one term for each key (row) and query (column). The keys have the indices ``rows``, which begin at
+    ``start``, and the queries the indices ``columns``, which begin at ``first``. Indices from ``end`` and ``column_end`` on are
+    ignored. ``token_row`` holds the block index of each key, and ``column_row`` the block index of each query.
 
     ``total`` is ``[SPAN, SPAN]``, key block by query block. Key blocks are counted from the block of key ``start``. Query block
     i uses column i modulo ``SPAN`` of ``total``, called its slot, and ``held[s]`` is the query block that slot s currently
-    holds. The new ``total`` is also written to memory at the address ``gradient``, where the layout is ``[size, SPAN]``, query
-    block by key block.
+    holds. A slot that gets a different query block starts from zero. The new ``total`` is also written to memory at the address
+    ``gradient``, where the layout is ``[size, SPAN]``, query block by key block, for ``size`` query blocks.
 
     Returns:
         The new ``total`` and the new ``held``.
@@ -168,8 +168,8 @@ def pair_gradient_kernel(
     """Compute the part of the gradient of the mixing coefficients that is due to one tile of ``ROWS`` keys.
 
     The part is a sum over the pairs of a key of the tile and a query that attends to this key. ``mixing_gradient`` is
-    ``[B * H, tiles_of_row, size, SPAN]`` float32, query block by key block, filled with zeros before the launch. Key blocks are
-    counted from the first block of the tile, which overlaps at most ``SPAN`` blocks.
+    ``[B * H, tiles_of_row, size, SPAN]`` float32, ``size`` query blocks by ``SPAN`` key blocks, filled with zeros before the
+    launch. Key blocks are counted from the first block of the tile, which overlaps at most ``SPAN`` blocks.
 
     ``token_row`` holds the block index of each key, and ``column_row`` the block index of each query. In self-attention, both
     are the same table. With ``CHUNKS``, only pairs inside a chunk (a group of several consecutive blocks) count. The lookup
@@ -265,7 +265,8 @@ def pair_gradient(call: Call, gradient: Tensor, weights: tuple[Tensor, Tensor] |
     blocks into chunks of several consecutive blocks, and only pairs inside a chunk count.
 
     Args:
-        call: arguments of the attention operator, in the parallel or spanning form.
+        call: arguments of the attention operator, in the parallel or spanning form. In cross-attention, the object for which
+            the rows of the matrix of scores are the keys.
         gradient: gradient of the outputs, ``[B, N, H, V]`` for N queries.
         weights: ``1 / n_t`` and the gradient of n_t for the normalizer n_t of each query, ``[B * H, N]`` float32 each; None if
             there is no normalizer.

@@ -1,4 +1,4 @@
-"""Triton kernel that applies the feature map and rotary position embedding to queries or keys, and its backward pass."""
+"""Triton kernel for rotary position embedding of queries or keys, after an optional feature map, and its backward pass."""
 
 from __future__ import annotations
 
@@ -45,12 +45,15 @@ def rotary_kernel(
     HALF_PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Apply the feature map and rotary position embedding to ``ROWS`` rows of a tensor, or compute the gradient of these rows.
+    """Apply rotary position embedding to ``ROWS`` rows of a tensor, or compute the gradient of these rows.
 
-    A row holds the features of one token and head. In the forward pass, ``x`` is the input. With ``BACKWARD``, ``x`` is the
-    gradient of the output, and ``raw`` is the input, whose sign decides where the ReLU passes the gradient. The result is
-    written to ``out``, which is contiguous. ``cos`` and ``sin`` are contiguous float32 tensors, ``[N, HALF]`` with
-    ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with ``angle_stride_b`` = N.
+    A row holds the features of one token and head. With ``RELU``, the feature map ``relu(x) + 1e-6`` is applied first. With
+    ``INTERLEAVED``, features 2i and 2i + 1 are rotated as a pair, otherwise features i and ``i + HALF``.
+
+    In the forward pass, ``x`` is the input. With ``BACKWARD``, ``x`` is the gradient of the output, and ``raw`` is the input,
+    whose sign decides where the ReLU passes the gradient. The result is written to ``out``, which is contiguous. ``cos`` and
+    ``sin`` are contiguous float32 tensors, ``[N, HALF]`` with ``angle_stride_b`` = 0 or ``[B, N, HALF]`` with
+    ``angle_stride_b`` = N.
     """
     # Rows are in the order of a contiguous [B, N, H]; all heads of a token share its angles.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -86,7 +89,7 @@ def rotary_kernel(
 def launch_rotary(
     x: Tensor, raw: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, backward: bool
 ) -> Tensor:
-    """Apply the feature map and rotary position embedding with the Triton kernel, or compute the gradient of the input.
+    """Apply rotary position embedding, after an optional feature map, with Triton, or compute the gradient of the input.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``; with ``backward``, the gradient of the output.
@@ -118,7 +121,9 @@ def launch_rotary(
 
 @torch.library.custom_op("mhla::rotary", mutates_args=())
 def rotary(x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, guard: str) -> Tensor:
-    """Apply the feature map and rotary position embedding with a Triton kernel; registered as ``torch.ops.mhla.rotary``.
+    """Apply rotary position embedding, after an optional feature map, with a Triton kernel.
+
+    The function is registered as ``torch.ops.mhla.rotary``.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``.
@@ -195,7 +200,7 @@ rotary.register_autograd(_backward, setup_context=_setup_context)
 def turn_fused(
     x: Tensor, cos: Tensor, sin: Tensor, relu: bool, interleaved: bool, only_if_sound: bool
 ) -> Tensor | None:
-    """Apply the feature map and rotary position embedding to queries or keys with one Triton kernel.
+    """Apply rotary position embedding to queries or keys, after an optional feature map, with one Triton kernel.
 
     Args:
         x: queries or keys, ``[B, N, H, D]``, float32 or bfloat16.
@@ -226,8 +231,8 @@ def sound_kernel(
 ) -> str:
     """Return the name of the rotary kernel for these options; an empty string if it may not be used.
 
-    The first call compares the kernel with PyTorch on random tokens. Later calls use the stored result. A kernel that disagrees
-    with PyTorch, or that cannot be compared during the capture of a CUDA graph, may not be used.
+    Unless a result is stored, the kernel is first compared with PyTorch on random tokens (see :func:`may_use`). A kernel that
+    disagrees with PyTorch, or that cannot be compared during the capture of a CUDA graph, may not be used.
 
     Args:
         device_type: type of the device, such as ``"cuda"``.

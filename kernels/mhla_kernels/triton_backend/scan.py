@@ -178,10 +178,10 @@ class ExponentialMixer:
         return ExponentialMixing(amplitude, decay)
 
     def pairs(self, call: Call) -> tuple[Tensor, int, int, int]:
-        """Return the coefficients with which blocks weigh their own tokens, ``[1]`` or ``[H]``, and their strides.
+        """Return the coefficients m[i, i] of pairs of tokens in the same block i, ``[1]`` or ``[H]``, and their strides.
 
-        The three strides are along heads, query blocks and key blocks. The last two are 0, because all blocks of a head have
-        the same coefficient.
+        The three strides are along heads, query blocks and key blocks. The last two are 0, because m[i, i] is the same for all
+        blocks of a head. The first is also 0 if all heads share the coefficients.
         """
         diagonal = call.coefficients[0].sum(-1)
         return diagonal, int(len(diagonal) > 1), 0, 0  # strides of 0 repeat it for all pairs of blocks
@@ -210,9 +210,9 @@ class ExponentialMixer:
         return [of_amplitude.sum(1), of_decay.sum(1)]
 
     def add_own(self, call: Call, gradients: list[Tensor], diagonal_gradient: Tensor) -> None:
-        """Add the gradients of the coefficients with which blocks weigh their own tokens to the gradient of the amplitudes.
+        """Add the gradients of the coefficients m[i, i] of pairs of tokens in the same block i to that of the amplitudes.
 
-        Each of these coefficients, m[i, i] for block i, is the sum of the amplitudes.
+        Each m[i, i] is the sum of the amplitudes.
 
         Args:
             call: arguments of the attention operator.

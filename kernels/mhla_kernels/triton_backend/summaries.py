@@ -74,6 +74,8 @@ def summaries_kernel(
     If ``TERMS`` is not 0, each block is a chunk of ``size`` smaller blocks and has ``TERMS`` summaries,
     ``[B * H, TERMS, blocks, K * V + K]``, with a program for each. A token is then also multiplied by the weight of its smaller
     block in ``term_weight``, ``[H or 1, TERMS, size]``; ``token_row`` gives the index of this block in the chunk.
+
+    With ``CAUSAL``, a sum that overflows is replaced with a large finite number (see :func:`are_overflowed`).
     """
     piece, part = tl.program_id(0) % (blocks * pieces), tl.program_id(1)
     row = (tl.program_id(0) // (blocks * pieces)).to(tl.int64)
@@ -170,9 +172,9 @@ def summarize(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the summary of every block: ``S = sum_j k_j v_j^T``, row by row, then ``z = sum_j k_j``.
 
-    A long block is divided into pieces, whose summaries are computed first. In the spanning form, pairs are scored within
-    chunks of several blocks, and T running sums carry information between chunks. A block is then a chunk, and each chunk has T
-    summaries, one for each running sum, in which tokens have the weights that ``call`` holds for this sum.
+    A long block is divided into pieces, whose summaries are computed first. In the spanning form, pairs of tokens are scored
+    within chunks of several blocks, and T running sums carry information between chunks. A block is then a chunk, and each
+    chunk has T summaries, one for each running sum, in which tokens have the weights that ``call`` holds for this sum.
 
     Args:
         call: arguments of the attention operator, with lookup tables and launch options.

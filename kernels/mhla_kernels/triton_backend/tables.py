@@ -47,7 +47,7 @@ class BlockTables:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks, M; for packed sequences, an upper bound of the number of blocks."""
+        """Number of blocks, M; for packed sequences, an upper bound on the number of blocks."""
         return self.table.shape[1]
 
     @property
@@ -134,7 +134,7 @@ def _one_sequence(layout: TokenLayout, start: Tensor, end: Tensor) -> BlockTable
 def _packed(layout: TokenLayout, bounds: Tensor) -> BlockTables:
     """Make the lookup tables of packed sequences on the device, without reading the sequence bounds back to the CPU.
 
-    The table has ``N // block_size + S`` columns for S sequences with N tokens in total, an upper bound of the number of
+    The table has ``N // block_size + S`` columns for S sequences with N tokens in total, an upper bound on the number of
     blocks. The last columns of the table may be unused.
 
     Args:

@@ -1,4 +1,4 @@
-"""Trials of Triton kernels, which compare outputs and gradients of small problems with PyTorch."""
+"""Trials of Triton kernels, which compare their outputs and gradients on small problems with those of PyTorch."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def size_class(block_size: int, form: str) -> int:
 
 
 def block_counts(form: str, dtype: str, many: bool, chip: int) -> tuple[int, ...]:
-    """Return the numbers of blocks with which kernels that mix by a matrix are compared with PyTorch, in increasing order.
+    """Return the numbers of blocks with which kernels for a matrix of coefficients are tried, in increasing order.
 
     In the chunked form, there is one number for each set of tile sizes that these kernels use for up to 32 blocks or, with
     ``many``, for more than 32. In the other forms, there is a single number.

@@ -52,12 +52,13 @@ class HasRealImages(Protocol):
 class GenerationMetrics(SampleGrid):
     """Callback that generates images during training and computes FID and related metrics.
 
-    The images are generated with the weights that validation uses, such as averaged weights. The callback logs the metrics
-    ``NAME/fid``, ``NAME/sfid``, ``NAME/inception_score``, ``NAME/kid``, ``NAME/precision`` and ``NAME/recall``, as far as the
-    feature network and the reference images allow. NAME is the argument ``name``. If the feature network predicts the classes
-    of the data, the callback also logs ``NAME/label_accuracy``. Each evaluation adds a line to ``NAME.jsonl`` in the log
-    folder, with the metrics, the options that they depend on, and remarks. A grid of samples is saved in the subfolder
-    ``pictures`` and written to TensorBoard.
+    The images are generated with the weights that validation uses, such as averaged weights. The callback logs ``NAME/fid``,
+    ``NAME/sfid``, ``NAME/inception_score``, ``NAME/kid``, ``NAME/precision`` and ``NAME/recall``, where NAME is the argument
+    ``name``. Standard deviations of the Inception Score and of KID are logged with the ending ``_std``. Metrics for which the
+    feature network or the reference lacks features are left out. If the feature network predicts the classes of the data,
+    ``NAME/label_accuracy``, the share of samples that it assigns to their class, is also logged. Each evaluation adds a line to
+    ``NAME.jsonl`` in the log folder, with the metrics, the options that they depend on, and remarks. A grid of samples is saved
+    in the subfolder ``pictures`` and written to TensorBoard.
 
     Sample i has condition i modulo the number of conditions, such as classes. Each sample has its own noise, so the samples do
     not depend on the number of processes.
@@ -73,10 +74,11 @@ class GenerationMetrics(SampleGrid):
         at_end: whether to evaluate the final weights.
         batch_size: number of samples that each process generates at once.
         seed: seed of the noise.
-        name: prefix of the metrics, which must be unique among the callbacks.
+        name: prefix of the metrics; no other callback may have the same name.
 
     Raises:
-        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, or ``name`` is not a file name.
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is less than 1, ``seed`` is negative, or ``name`` is not
+            a file name.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class GenerationMetrics(SampleGrid):
         self._reference_size: torch.Size | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Discard the metrics and the reference features of an earlier fit with this callback."""
+        """Discard the metrics and the reference features of an earlier fit when a new fit begins."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.rows, self._reference, self._reference_size = [], None, None
@@ -108,9 +110,9 @@ class GenerationMetrics(SampleGrid):
         """Check before training that images can be generated and compared with the reference images.
 
         Raises:
-            ValueError: if the module does not generate images, or the feature network, the reference and the options do not
-                match.
-            FileNotFoundError: if the VAE, the weights of the feature network or the reference do not exist.
+            ValueError: if the module does not generate images, if the sampler options are not valid for it, if the reference
+                cannot be used, or if precomputed statistics do not have the feature network's number of features.
+            FileNotFoundError: if the VAE, the text encoder, the weights of the feature network or the reference does not exist.
         """
         super().on_fit_start(trainer, pl_module)
         self._find_reference(trainer, self._checked(pl_module))  # the first process downloads the network
@@ -147,8 +149,8 @@ class GenerationMetrics(SampleGrid):
 
         Returns:
             Features of all images in order; pixels ``[n, C, H, W]`` uint8 of the first n images, for a grid; and the share of
-            images that the feature network assigns to their class. The share is None if the network does not predict these
-            classes.
+            images that the feature network assigns to their class. The share is None if the conditions are not classes, or if
+            the network does not predict these classes.
         """
         network, classes, grid_size = self.features.network().to(module.device), module.num_conditions, GRID * GRID
         parts: list[Features] = []
@@ -205,7 +207,7 @@ class GenerationMetrics(SampleGrid):
         """Check that precomputed reference statistics have as many features per image as the feature network computes.
 
         Args:
-            reference: precomputed statistics of the reference images. Features computed from images need no check.
+            reference: features or statistics of the reference images. Features that were computed from images are not checked.
             module: module that generates the images. Its image size determines the number of features that the network
                 computes.
 

@@ -174,6 +174,13 @@ class DigitFeatures(FeatureNetwork):
     Args:
         seed: seed of the initial weights and of the order of the digits.
         epochs: number of training epochs.
+
+    Attributes:
+        side: height and width of the digits in pixels.
+        digits: name of the data set.
+
+    Raises:
+        ValueError: if ``seed`` is negative, or ``epochs`` is less than 1.
     """
 
     names_labels = True
@@ -208,6 +215,9 @@ class MnistFeatures(DigitFeatures):
     Args:
         seed: seed of the initial weights and of the order of the digits.
         epochs: number of training epochs.
+
+    Raises:
+        ValueError: if ``seed`` is negative, or ``epochs`` is less than 1.
     """
 
     side = 28

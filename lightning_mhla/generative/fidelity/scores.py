@@ -77,8 +77,8 @@ class ImageSet:
         pooled: features ``[n, D]`` for FID, KID, precision and recall; None if only statistics are known.
         logits: class scores ``[n, K]``; None if the feature network does not compute them or only statistics are known.
         spatial: features ``[n, S]`` for sFID; None if the feature network does not compute them or only statistics are known.
-        statistics: mean and covariance of the features under the keys ``"pooled"`` and ``"spatial"``, read from a file or
-            computed when they are first needed.
+        statistics: mean and covariance of the features, under the keys ``"pooled"`` and ``"spatial"``. They are read from a
+            file, or computed when they are first needed.
     """
 
     origin: str
@@ -90,10 +90,13 @@ class ImageSet:
     statistics: dict[str, Moments] = field(default_factory=dict)
 
     def moments(self, name: str) -> Moments | None:
-        """Return the mean and covariance of the ``"pooled"`` or ``"spatial"`` features; None if they are not available.
+        """Return the mean and covariance of the ``"pooled"`` or ``"spatial"`` features.
 
         Args:
             name: ``"pooled"`` for FID, or ``"spatial"`` for sFID.
+
+        Returns:
+            The mean and covariance; None if the set has neither these statistics nor such features of at least two images.
         """
         features: Tensor | None = getattr(self, name)
         if name not in self.statistics and features is not None and len(features) > 1:
@@ -169,7 +172,8 @@ def read_set(path: str, features: FeatureNetwork, device: torch.device, batch_si
 
     Raises:
         FileNotFoundError: if the path does not exist, or the folder contains no images.
-        ValueError: if the file contains neither images nor statistics, or the images have different sizes.
+        ValueError: if the file contains neither images nor statistics, if its arrays have different shapes or dtypes than
+            described, if statistics are not finite, or if the images in a folder have different sizes.
     """
     local = Path(path)
     if local.is_dir():
@@ -228,7 +232,14 @@ def _shown(batches: Iterable[Tensor], path: Path, count: int) -> Iterable[Tensor
 
 
 def _read_batches(files: Sequence[Path], batch_size: int) -> Iterator[Tensor]:
-    """Read image files in batches of b images, ``[b, 3, H, W]`` uint8.
+    """Read image files in batches.
+
+    Args:
+        files: paths of the images.
+        batch_size: number of images in a batch. The last batch may have fewer.
+
+    Yields:
+        Batch of b images ``[b, 3, H, W]`` uint8.
 
     Raises:
         ValueError: if the images have different sizes.
@@ -254,7 +265,8 @@ class Scores:
     """Metrics of generated images compared with real images, and remarks about the metrics.
 
     Attributes:
-        values: values of the metrics by name, such as ``fid``.
+        values: values by metric name: ``fid``, ``sfid``, ``inception_score``, ``kid``, ``precision`` and ``recall``, and the
+            standard deviations ``inception_score_std`` and ``kid_std``. Metrics that could not be computed are left out.
         marks: remarks, for example that there are too few samples for a reliable value.
     """
 
@@ -263,7 +275,7 @@ class Scores:
 
 
 def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
-    """Compute FID and related metrics of generated images. A metric is left out if features that it needs are missing.
+    """Compute FID and related metrics of generated images. Metrics that need missing features or more images are left out.
 
     Args:
         generated: features or statistics of the generated images.

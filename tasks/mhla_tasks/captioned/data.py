@@ -45,7 +45,9 @@ class CaptionedData(ResumableDataModule):
         return None
 
     def samples(self, stage: str) -> SampleSource:
-        """Return the samples for a stage as a map-style data set of dicts.
+        """Return the samples for a stage as a map-style data set.
+
+        Each sample is a dict with pixels or a latent, and with a caption or its embeddings.
 
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.

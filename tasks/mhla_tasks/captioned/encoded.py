@@ -299,7 +299,7 @@ def encode_samples(
         per_shard: number of samples per shard. A shard has fewer if some of its samples cannot be decoded.
         device: device on which pixels and captions are encoded.
         max_skipped: number of samples that this process may skip because they cannot be decoded.
-        share: index of this process, and number of processes that the shards are divided among.
+        share: index of this process, counted from 0, and number of processes that the shards are divided among.
         force: whether to first delete shards that an earlier call of this function wrote.
 
     Returns:
@@ -308,7 +308,8 @@ def encode_samples(
     Raises:
         ValueError: if there are no samples, ``per_shard`` is below 1, ``force`` is set for several processes, or the folder
             holds shards that were written with different options or from source files that have changed since.
-        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded, or if none can and only one process runs.
+        BrokenSampleError: if more than ``max_skipped`` samples cannot be decoded, or if a single process encodes all shards and
+            can decode no sample.
     """
     check_per_shard(per_shard)  # before force deletes the existing shards
     if not len(source.samples):

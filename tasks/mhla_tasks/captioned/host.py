@@ -126,9 +126,9 @@ def read_weights(path: str, host: Host) -> dict[str, Tensor]:
     Args:
         path: source of the weights, one of these:
 
-            * training checkpoint, or run folder, whose latest complete checkpoint is read; its averaged
-              weights are read if it has them;
-            * ``.pt``, ``.pth`` or ``.safetensors`` file with the names of diffusers or of the original release;
+            * training checkpoint, or run folder, whose latest complete checkpoint is read; the moving average of the weights is
+              read if the checkpoint has it;
+            * ``.pt``, ``.pth`` or ``.safetensors`` file with the parameter names of diffusers or of the original release;
             * folder that ``save_pretrained`` of a transformer or a pipeline wrote;
             * name on the Hugging Face Hub.
         host: description of the transformer class.
@@ -168,7 +168,8 @@ def load_weights(model: Any, path: str, host: Host) -> None:
 
     The weights may come from training with the original attention or with the same replacement attention as in ``model``.
     Parameters of the replacement attention and of LoRA adapters keep their current values if the weights lack them. If the
-    weights were trained with a different grid of MHLA blocks, the mixing coefficients of self-attention are resized.
+    weights were trained with a different grid of MHLA blocks, the mixing coefficients of self-attention are resized. A
+    different grid in cross-attention is an error.
 
     Args:
         model: transformer of the class that ``host`` describes, changed in place.
@@ -179,7 +180,7 @@ def load_weights(model: Any, path: str, host: Host) -> None:
     Raises:
         FileNotFoundError: if there is nothing at the path.
         ValueError: if the source cannot be read safely, contains unmerged LoRA adapters, lacks weights of the original model,
-            or has weights whose name or shape does not fit ``model``.
+            or has weights whose name, shape or block grid does not fit ``model``.
     """
     model_state, (blocks, cross_blocks) = model.state_dict(), _blocks_of(path)
     state = {_inside_adapter(name, model_state): tensor for name, tensor in read_weights(path, host).items()}

@@ -250,6 +250,8 @@ class CaptionedDiffusion(GenerativeModule):
     def draw_prompts(self, prompts: list[str], seed: int) -> Tensor:
         """Draw a sample for each prompt, at most 32 at a time to limit memory.
 
+        The noise of a sample depends on the position of its prompt in the list.
+
         Args:
             prompts: prompts of the n samples.
             seed: random seed, the same for all samples.

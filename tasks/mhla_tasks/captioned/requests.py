@@ -217,7 +217,7 @@ class SampleFolder(Callback):
                 continues a clip, ``video`` (digest of that clip).
 
         Returns:
-            Positions in ``rows`` of the missing samples.
+            Positions of the missing samples in ``rows``.
 
         Raises:
             ValueError: if the JSON Lines file of the samples records different values for one of the files, such as a different

@@ -28,7 +28,7 @@ class TextConfig:
 
     Args:
         encoder: folder or Hugging Face Hub name of a diffusers pipeline whose tokenizer and text encoder are used. The text
-            encoder may be UMT5 (Wan), Gemma-2 (SANA), T5, mT5, or any other transformers model that is not an
+            encoder may be Gemma-2 (SANA), the encoder of UMT5 (Wan), T5 or mT5, or any other transformers model that is not an
             encoder-decoder. null for a fixed random vector for each word, which suits small models.
         length: number of tokens in a caption; shorter captions are padded with zeros, longer ones are cut.
         instruction: text to insert before each caption that is not empty, or "sana" for the instruction of SanaPipeline; null

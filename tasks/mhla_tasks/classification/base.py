@@ -63,8 +63,8 @@ class Classifier(NamesClasses):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if ``num_classes`` is below the minimum (by default 2) or is not the number of class names, or
-            ``label_smoothing`` is not between 0 and 1.
+        ValueError: if ``num_classes`` is below :attr:`least_classes` (2, unless a subclass changes it) or is not the number of
+            class names, or if ``label_smoothing`` is not between 0 and 1.
     """
 
     least_classes: ClassVar[int] = 2

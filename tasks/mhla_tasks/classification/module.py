@@ -71,8 +71,8 @@ class ImageClassifier(Classifier):
         class_names: class names to show in predictions, in the order of the labels. null uses the names in the data or, if
             there are none, the label numbers.
         pretrained: path of the initial weights: a run folder (its latest checkpoint), a checkpoint or an exported folder. The
-            resolution and the classes may differ. A VLT also accepts the weights file (.pth) that the authors of RAVLT
-            published. The option is ignored if --ckpt_path supplies the weights.
+            resolution and the classes may differ from those of this model. A VLT also accepts the weights file (.pth) that the
+            authors of RAVLT published. The option is ignored if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:

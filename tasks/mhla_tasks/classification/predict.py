@@ -25,8 +25,9 @@ COLUMNS = ("path", "predicted")
 class PredictionTable(Callback):
     r"""Callback that writes predicted classes and class probabilities to ``predictions.csv`` in the log folder.
 
-    The table has one row for each image file, in the order of the files, regardless of the number of processes. The row of a
-    file that cannot be read or decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line
+    The table has one row for each image file, in the order of the files, regardless of the number of processes. Its columns are
+    ``path``, ``predicted`` (the most probable class), and the probability of each class under the name of the class. The row of
+    a file that cannot be read or decoded has no class and no probabilities. The table is encoded in UTF-8. In file names, line
     breaks are written as ``\n``, and bytes that are not valid UTF-8 as escapes such as ``\xe9``. A name that a spreadsheet
     would interpret as a formula, such as ``=1+1.jpg``, gets an apostrophe as prefix. Classes with the same name, such as
     the two cranes of ImageNet, have their labels after their names, as in ``crane (134)``.

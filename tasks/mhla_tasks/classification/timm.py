@@ -185,9 +185,14 @@ class TimmClassifier(Classifier):
         return load_file(file)
 
     def on_fit_start(self) -> None:
-        """Check that the model supports the distillation options, and load the teacher model if one is configured.
+        """Load the teacher model, if one is configured, and check the options of training layer by layer.
 
         A warning is logged if the patches leave out pixels at the edge of the images.
+
+        Raises:
+            ValueError: if ``distillation.layer_steps`` is positive, and the replaced layers cannot be trained on their own; or
+                if the weights of the teacher do not match the model.
+            FileNotFoundError: if there are no weights at the path of the teacher.
         """
         if self.trainer.is_global_zero:
             _check_patches(self.network, self.hparams["image_size"])
@@ -195,9 +200,9 @@ class TimmClassifier(Classifier):
 
     @override
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Compute the loss of one batch.
+        """Compute and log the loss of one batch.
 
-        In the first ``distillation.layer_steps`` steps, the loss is the difference between the outputs of the new and the
+        In the first ``distillation.layer_steps`` steps, the loss is the mean distance between the outputs of the new and the
         original attention layers. Afterwards, it is the cross-entropy of the labels, combined with the divergence from the
         teacher's predictions if a teacher is configured.
 

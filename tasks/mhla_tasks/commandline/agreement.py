@@ -19,9 +19,9 @@ def agree(options: Any, sources: Sequence[Source]) -> None:
 
     If one of the two values is None, the other is used for both. If they differ, the one with the higher priority is used for
     both. Command-line options have priority over configuration files, and later files over earlier ones. If no source sets
-    either value, that of the model is used. If both are set, ``context`` (the number of tokens in a sequence) may be smaller in
-    the data module than in the model. If ``num_classes`` of the data module is None, and the data module can count the classes
-    in its training data, their number is used for both.
+    either value, that of the model is used. There is one exception: if sources set ``context`` (the number of tokens in a
+    sequence) for both, the data module keeps a value that is smaller than that of the model. If ``num_classes`` of the data
+    module is None, and the data module can count the classes in its training data, their number is used for both.
 
     Args:
         options: parsed options of the command (a jsonargparse Namespace), changed in place.
@@ -76,10 +76,10 @@ def _rank(part: str, name: str, sources: Sequence[Source]) -> int:
 
 
 def _count_classes(options: Any, parts: Mapping[str, Any], sources: Sequence[Source]) -> None:
-    """Set ``num_classes`` of the model and the data module to the number of classes in the training data.
+    """Set ``num_classes`` of model and data to the number of classes in the training data, if it is None for the data.
 
-    Nothing changes if ``num_classes`` of the data module is set, if the model or the data module does not have this option, or
-    if the data module cannot count classes.
+    Nothing changes if the model or the data module does not have this option, if the data module cannot count classes, or if
+    the training data does not exist and ``num_classes`` of the model is set.
 
     Args:
         options: parsed options of the command (a jsonargparse Namespace).

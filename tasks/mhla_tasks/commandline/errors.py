@@ -57,7 +57,7 @@ HINTS = (
 
 
 class CommandFailed(SystemExit):
-    """Exception that ends the command after its error message was printed.
+    """Exception that ends the command. Its error message, if it has one, has already been printed.
 
     Args:
         text: the printed message; empty if nothing was printed.
@@ -74,7 +74,7 @@ class CommandFailed(SystemExit):
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Context manager around a command, which prints a short message for an error that the user can fix.
+    """Context manager that runs a command, and prints a short message for an error that the user can fix.
 
     Other errors are raised unchanged, as are all errors if ``LIGHTNING_MHLA_TRACEBACK`` is set. The context manager may be
     nested.

@@ -87,13 +87,13 @@ TEXTS: tuple[tuple[str, str | int], ...] = (
 
 
 def explain_failure(error: BaseException) -> str | None:
-    """Describe a failure of the machine, such as a full disk, in one line with the cause, a remedy and, if known, the path.
+    """Describe a system error, such as a full disk or a missing file, in one line: the path if known, the cause and a remedy.
 
     Args:
         error: any error. The errors that caused it are examined too.
 
     Returns:
-        The description; None if the error is not a failure of the machine.
+        The description; None if the error is not a known system error.
     """
     if isinstance(error, OSError) and error.errno in MEANINGS:
         return _line(error.errno, _path_of(error))
@@ -191,7 +191,7 @@ def full_places(free: int = 1 << 20) -> list[str]:
         free: number of free bytes below which a disk counts as full.
 
     Returns:
-        At most two of these paths.
+        At most two paths on full disks.
     """
     argument_paths = [word.partition("=")[2] if word.startswith("-") else word for word in sys.argv[1:]]
     places: list[str] = []

@@ -1,11 +1,11 @@
 """Merging of options from configuration files, the command line and a checkpoint into one configuration.
 
 Options are merged one by one; the value with the highest priority is used. In the result, arguments of a class are always below
-``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes have
-are kept. If it chooses a different kind of attention, the ``options`` of the former kind are dropped. A kind that is named
-without ``options`` starts from its own defaults; ``options`` in the default value of the parameter are ignored. Lists, and
-mappings with arbitrary keys, are replaced completely. ``KEY+`` appends to a list instead. ``LIST.OPTION`` sets an option of the
-last item in the list.
+``init_args``, even if they were given without this key. If a source chooses a different class, arguments that both classes
+declare with the same type are kept. If it chooses a different kind of attention, the ``options`` of the former kind are
+dropped. A kind that is named without ``options`` starts from its own defaults; ``options`` in the default value of the
+parameter are ignored. Lists, and mappings with arbitrary keys, are replaced completely. ``KEY+`` appends to a list instead.
+``LIST.OPTION`` sets an option of the last item in the list.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def _replace(old: Any, value: Any, classes: Classes) -> Any:
     """Merge a complete new value of an argument into its current value, and return the result.
 
     Mappings with options of a class are merged option by option. The name of a class replaces only the class, and keeps the
-    arguments that both classes have. All other values are replaced.
+    arguments that both classes declare with the same type. All other values are replaced.
 
     Args:
         old: value from sources of lower priority; None if there is none.
@@ -269,7 +269,7 @@ def _with_class(options: dict[str, Any], class_path: Any, classes: Classes) -> d
         classes: base classes, of which both classes are subclasses.
 
     Returns:
-        A new mapping with ``class_path`` and ``init_args``.
+        A new mapping with ``class_path`` and, if arguments remain, ``init_args``.
     """
     arguments = {**(options.get("init_args") or {}), **{k: v for k, v in options.items() if k not in CLASS_OPTIONS}}
     new, old = (subclass_named(name, classes) for name in (class_path, options.get("class_path")))

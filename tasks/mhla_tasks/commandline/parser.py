@@ -65,7 +65,12 @@ class ShortErrorParser(LightningArgumentParser):
     program: ClassVar[str] = "lightning"
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print a shortened error message and exit with status 2."""
+        """Print a shortened error message and exit with status 2.
+
+        Args:
+            message: error message of jsonargparse.
+            ex: ignored; part of the interface of jsonargparse.
+        """
         text = shorten(message, self.sources)
         if denied := re.search(r"Importing '([^']+)' is not allowed", text):
             origins = [f"{source.origin}: " for source in self.sources if denied[1] in str(source.values)]
@@ -190,7 +195,9 @@ class SuiteCLI(LightningCLI):
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build the Trainer. Its first callback saves the configuration, which callbacks such as ``RunReport`` then read.
+        """Build the Trainer, with the callback that saves the configuration, if there is one, before all other callbacks.
+
+        Callbacks such as ``RunReport`` read the saved configuration.
 
         Args:
             kwargs: options of the Trainer that override those of the command.
@@ -296,7 +303,8 @@ def build(plan: Plan) -> SuiteCLI:
         LightningCLI with the built objects, whose method ``run`` executes the command.
 
     Raises:
-        ValueError: if the type of a value is wrong. The message names the file or command-line option that sets it.
+        CommandFailed: if the parser rejects a value; it has printed a message with the file or option that sets the value.
+        ValueError: if options contradict each other, or if a value fits none of the types that its option accepts.
     """
     with short_type_errors(plan.sources):
         return SuiteCLI(plan)
@@ -310,7 +318,8 @@ def short_type_errors(sources: Sequence[Source]) -> Iterator[None]:
         sources: configuration files and command-line options, from lowest to highest priority.
 
     Raises:
-        ValueError: if the type of a value is wrong. The message names the file or command-line option that sets it.
+        ValueError: if a value fits none of the types that its option accepts. The message names the file or command-line option
+            that sets the value.
     """
     try:
         yield

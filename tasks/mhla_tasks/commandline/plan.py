@@ -119,9 +119,9 @@ def _replaced(
 ) -> Iterator[dict[str, Any]]:
     """Yield configurations with the values that later sources override, so that their types can be checked, too.
 
-    For each configuration file with overridden values, this is the merged configuration in which the values of this file are
-    used instead. If a later source chooses a different class of model or data module, the file's options for the overridden
-    class are omitted.
+    There is one result for each configuration file with overridden values: the merged configuration, but with the values of
+    this file in place of those that override them. If a later source chooses a different class of model or data module, the
+    file's options for the overridden class are omitted.
 
     Args:
         remembered: options stored in a checkpoint, which have the lowest priority.
@@ -147,7 +147,7 @@ def _class_of(value: Any) -> Any:
 
 
 def check_same(plan: Plan) -> None:
-    """Check, in training with several processes, that this process has the configuration of the process that started it.
+    """Check, if another process of the same run started this one, that both processes have the same configuration.
 
     Without this check, processes would train different models if a configuration file changed while they were starting. The
     first process stores a digest of its configuration in an environment variable, which the processes that it starts inherit.

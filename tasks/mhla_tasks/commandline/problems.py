@@ -79,7 +79,7 @@ def _line_named_by(problem: str, source: Source) -> str:
 
 
 def find_repeated_option(line: CommandLine) -> str | None:
-    """Check that the command line does not set an option of the data module to several different values.
+    """Find the first option of the data module that the command line sets to several different values.
 
     Shells expand braces: ``--data.train=train-{0000..0002}.tar`` becomes three options. Only the last one would be used, and
     two thirds of the data would be ignored.

@@ -1,8 +1,8 @@
 """List of the command-line tools ``lightning NAME [options]``, such as ``export``, and functions to look them up and run them.
 
-A tool is a function that adds its options to a parser and returns the function to run. Its docstring is the help text, whose
-first line appears in the list of tools. Tools import the packages that they need only when they run, so that ``--help`` is
-fast.
+A tool is a function that adds its options to a parser and returns the function to run. If it is marked with :func:`passes_on`,
+it takes the command-line arguments instead and parses them itself. Its docstring is the help text, whose first line appears in
+the list of tools. A tool imports other packages only when it runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -162,11 +162,11 @@ def run(name: str, arguments: Sequence[str]) -> int | None:
 
 
 def listing(start: str = "") -> str:
-    """Return the list of commands and tools in groups, each with a one-line summary, as text for the terminal.
+    """Return a list of Lightning's commands, such as ``fit``, and of all tools, with a one-line summary of each, as text.
 
     Args:
-        start: beginning of the names of the tools to list, such as ``prepare``; commands are then omitted. Empty to list all
-            commands and tools.
+        start: beginning of the names of the tools to list, such as ``prepare``; Lightning's commands are then omitted. Empty
+            to list all commands and tools.
     """
     groups = {"training": LIGHTNING} if not start else {}
     for group, tools in TOOLS.items():

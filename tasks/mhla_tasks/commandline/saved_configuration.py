@@ -1,6 +1,6 @@
 """Callback that saves the configuration of a training run as ``config.yaml`` in the folder of the run.
 
-Importing this module also changes how parsers save values that YAML cannot represent, so that they can be read back.
+Importing this module also makes every jsonargparse parser of the process write configurations with :func:`to_yaml`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def to_yaml(configuration: dict[str, Any]) -> str:
 
     Values that YAML cannot represent are converted: an Enum to its value, and an instance of a subclass of a basic type, such
     as ``numpy.float64``, to the basic type. The name of a function is written as the user gave it. Objects that have no text
-    form are omitted. They can only be default values, which a run with the written configuration uses again.
+    form are omitted. Such objects can only be default values, so a run with the written configuration uses the same ones.
 
     Args:
         configuration: serialized options by name, with nested dicts and lists.
@@ -65,10 +65,10 @@ set_dumper("yaml", to_yaml)
 class SaveConfig(SaveConfigCallback):
     """Callback that saves the configuration of a training run without secrets, so that new runs can start from it.
 
-    The first start of training in a folder writes the file immediately, so that ``--run_dir`` alone can repeat an interrupted
-    start. A later start replaces the file only after its first training batch. Until then, its options may still turn out to be
-    wrong, for example because they do not fit the checkpoint or the data. The file therefore always matches the checkpoints of
-    the run.
+    The first run in a folder writes ``config.yaml`` immediately, so that ``--run_dir`` alone can repeat the run if it is
+    interrupted. A later run in the same folder replaces the file only after its first training batch, because its options may
+    turn out to be wrong until then, for example if they do not fit the checkpoint or the data. The file therefore always
+    matches the checkpoints in the folder.
 
     ``run_dir`` and ``ckpt_path`` are not saved. Secrets, such as passwords in URLs, are also removed from the hyperparameters
     in checkpoints and loggers.

@@ -1,4 +1,4 @@
-"""Configuration files in this package, which are named like ``mhla://classification/mnist.yaml`` on the command line."""
+"""Configuration files of this package, which the command line accepts as names such as ``mhla://classification/mnist.yaml``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def resolve(arguments: Sequence[str]) -> list[str]:
         arguments: command-line arguments without the name of the program.
 
     Raises:
-        FileNotFoundError: if the package has no file of this name. The message suggests a similar name, or lists all names.
+        FileNotFoundError: if an argument names a file that the package does not have. The message suggests a similar name, or
+            lists all names.
     """
     resolved = []
     for word in arguments:

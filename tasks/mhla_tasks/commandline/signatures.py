@@ -56,10 +56,10 @@ def parameter_bases(kind: type) -> dict[str, tuple[type, ...]]:
 
 @cache
 def option_classes(kind: type) -> dict[str, tuple[type, ...]]:
-    """Return, for each constructor parameter of a class, the classes whose options a configuration may set in the parameter.
+    """Return a mapping from each constructor parameter of a class to the classes whose options may stand below it.
 
-    A parameter of type ``list[Callback]`` gives ``Callback``. One of type ``dict[str, Callback]`` gives no class, because its
-    keys are arbitrary and not options of a class. The result is a mapping from parameter name to these classes.
+    In a configuration, the options of ``Callback`` may stand below a parameter of type ``list[Callback]``. A parameter of type
+    ``dict[str, Callback]`` has no such class, because the keys below it are arbitrary names and not options.
     """
     return {name: tuple(dict.fromkeys(_classes(hint, False))) for name, hint in parameter_hints(kind).items()}
 
@@ -74,7 +74,7 @@ def option_names(kind: type) -> frozenset[str] | None:
 
 
 def option_dataclasses(kind: type, name: str) -> list[type]:
-    """Return the dataclasses whose options a configuration may set inside a constructor parameter.
+    """Return the dataclasses whose options may stand below a constructor parameter in a configuration.
 
     Args:
         kind: class with the parameter.

@@ -52,7 +52,8 @@ class Source:
         lines: mapping from the path of a key to its line number in the file. A path consists of keys and list indices.
         problem: error message if the file cannot be read, or the text of the option is invalid; otherwise empty.
         typed: whether the source is on the command line.
-        option: the command-line option; None for a file, and for a YAML mapping in ``--config`` in place of a file name.
+        option: the parsed command-line option; None for a file, or if ``--config`` is given a YAML mapping instead of a file
+            name.
     """
 
     origin: str

@@ -87,7 +87,8 @@ def allow_classes(sources: Sequence[Source]) -> None:
 
     Raises:
         AllowError: if an option names a function, a class that its parameter does not accept, or a class for a parameter that
-            accepts only plain values. The message contains the option, the class, and the file or command-line option.
+            accepts only plain values. The message contains the full name of the option, the class, and the file or
+            command-line argument that names the class.
     """
     from lightning import LightningDataModule, LightningModule, Trainer
 
@@ -123,10 +124,11 @@ def allow_model_config(values: object) -> None:
 
 
 def permit_loading() -> None:
-    """Permit the parser to import the classes that checkpoints of this project name, after a command in the same process.
+    """Lift the restrictions of a command, so that jsonargparse may import every class that checkpoints of this project name.
 
-    The settings of jsonargparse are global, and Lightning uses it in ``load_from_checkpoint``. Without this call, code that
-    runs after a command, such as the next cell of a notebook, could load only checkpoints with the classes of that command.
+    A command restricts jsonargparse in its process to the classes that the command names. Lightning's ``load_from_checkpoint``
+    also uses jsonargparse. Without a call of this function, code that runs after a command, such as the next cell of a
+    notebook, could load only checkpoints with the classes of that command.
     """
     set_parsing_settings(import_path_allowlist=list(LOADABLE))
 
@@ -170,7 +172,7 @@ def find_class(class_path: str, bases: tuple[type, ...] = (object,), typed: bool
 
 
 def refusal(class_path: str) -> str | None:
-    """Return an error message if configurations must not name a class; None if they may.
+    """Return an error message if configurations must not name a class; None if they may name it.
 
     Args:
         class_path: import path of the class, such as ``lightning.pytorch.callbacks.Timer``. A name without a module is
@@ -313,7 +315,7 @@ def subclass_named(name: Any, bases: tuple[type, ...]) -> type | None:
     """Find a class by name among base classes and their imported subclasses.
 
     Args:
-        name: name of the class, with or without its module.
+        name: name of the class, with or without its module. A value that is not a string matches no class.
         bases: the base classes.
 
     Returns:

@@ -16,7 +16,8 @@ from mhla_tasks.diffusion.sampling import DiTSamplingConfig
 class ClassSampleGrid(drawing.SampleGrid):
     """Callback that draws samples during training, cycling through the classes, and shows them in a grid.
 
-    Samples are drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
+    The grid is saved as a picture in the subfolder ``pictures`` of the log folder, and written to TensorBoard. Samples are
+    drawn with the moving average of the weights if training maintains one, otherwise with the current weights.
 
     Args:
         samples: number of samples. The picture shows at most 100 of them, and at most 10 per class if there are 10 classes or
@@ -54,8 +55,9 @@ class ClassSampleGrid(drawing.SampleGrid):
 class ClassGenerationMetrics(fidelity.GenerationMetrics):
     """Callback that draws samples during training, cycling through the classes, and scores them against real images.
 
-    The metrics are those of :class:`lightning_mhla.generative.fidelity.GenerationMetrics`, such as FID. Samples are drawn with
-    the moving average of the weights if training maintains one, otherwise with the current weights.
+    The metrics are FID, sFID, Inception Score, KID, precision and recall, as far as the network and the reference allow; see
+    :class:`lightning_mhla.generative.fidelity.GenerationMetrics`. Samples are drawn with the moving average of the weights if
+    training maintains one, otherwise with the current weights.
 
     Args:
         samples: number of samples; published results use 50,000.
@@ -69,6 +71,9 @@ class ClassGenerationMetrics(fidelity.GenerationMetrics):
         batch_size: number of samples that each process draws at once.
         seed: random seed for the noise that sampling starts from.
         name: prefix of the names of the metrics. It must be unique among the callbacks.
+
+    Raises:
+        ValueError: if ``samples``, ``batch_size`` or ``every_n_steps`` is below 1, or ``name`` is not a valid file name.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class ClassImages(ResumableDataModule):
     def real_images(self, part: str) -> SampleSource:
         """Return the real images, not mirrored, with which metrics such as FID compare drawn samples.
 
-        This base class raises an error. Data modules of images override the method.
+        This base class raises an error, which suits data modules of latents. Data modules of images override the method.
 
         Args:
             part: split of the data, ``"train"`` or ``"validate"``.
@@ -106,7 +106,7 @@ class ClassImages(ResumableDataModule):
             Map-style data set of dicts with an ``image`` ``[C, H, W]`` float32 with values in -1 .. 1.
 
         Raises:
-            ValueError: if the data are latents instead of images.
+            ValueError: if the data module does not override the method, because its data are latents.
         """
         raise ValueError(
             "the data are latents, and FID compares images: set reference to a folder of images or to an .npz of reference "
@@ -205,6 +205,10 @@ class ClassShards(LabelledShards, ClassImages):
         Args:
             stage: ``"train"``, ``"validate"`` or ``"test"``.
             flip: probability of mirroring a sample horizontally.
+
+        Returns:
+            Data set of dicts with an ``image`` or a ``latent``, ``[C, H, W]`` float32, and the integers ``label`` and
+            ``index``.
         """
         raise NotImplementedError
 
@@ -294,6 +298,9 @@ class LatentShards(ClassShards):
         seed: random seed for the order of the training samples and for drawing their latents; null for the seed of
             seed_everything.
         shards: options for reading shards and for caching downloaded ones.
+
+    Raises:
+        ValueError: if ``sample_size`` is below 1, or ``flip`` is not between 0 and 1.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ class DiGBlock(Block):
             nn.init.zeros_(self.local.bias)  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, *arguments: Any, **options: Any) -> Tensor:
-        """Apply the block and the convolution to a sequence of image tokens.
+        """Apply the block and, if there is one, the convolution to a sequence of image tokens.
 
         Args:
             x: tokens ``[B, N, dim]`` in raster order.

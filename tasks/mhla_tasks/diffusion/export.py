@@ -23,5 +23,8 @@ def write(module: ClassToImage, folder: Path) -> None:
     Args:
         module: trained module.
         folder: path of the folder to write.
+
+    Raises:
+        FileNotFoundError: if the model has a VAE that does not exist at its path.
     """
     DiTPipeline.of_module(module).save_pretrained(folder)

@@ -56,8 +56,9 @@ class DiT(ModelMixin, ConfigMixin):
         checkpointing: whether to recompute the activations of each block in the backward pass, to save memory.
 
     Raises:
-        ValueError: if the patches do not divide the sample, the width is not a multiple of 4, the width, depth and heads are
-            given twice or not at all, or ``mlp_ratio`` is set for a DiG.
+        ValueError: if ``patch_size`` does not divide the sides of the sample, the width is not a multiple of 4, ``mlp_ratio``
+            is set for a DiG, ``size`` is combined with ``dim``, ``depth`` or ``heads``, or one of these three is missing
+            without ``size``.
     """
 
     position: Tensor

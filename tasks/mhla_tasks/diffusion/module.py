@@ -31,7 +31,8 @@ class DiTShape:
     """Shape of a diffusion transformer: depth, widths and patches, and two details in which implementations differ.
 
     Args:
-        dim: width of the tokens. dim, depth and heads are required if the model's option size is null, otherwise null.
+        dim: width of the tokens. dim, depth and heads are required if the model's option size is null, and must be null
+            otherwise.
         depth: number of blocks.
         heads: number of attention heads.
         patch_size: side of the square patch that becomes one token, in pixels of the sample.
@@ -82,8 +83,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
     Raises:
-        ValueError: if options contradict each other, sizes do not match, or the training objective does not support the sampler
-            options.
+        ValueError: if an option is invalid, options contradict each other, or the training objective does not support the
+            sampler options.
     """
 
     network: DiT
@@ -187,8 +188,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
             batch_idx: index of the batch; not used.
 
         Returns:
-            A dict with ``pixels`` ``[n, C, H, W]`` uint8, ``label`` ``[n]`` and ``index`` ``[n]`` of the n samples, without
-            padding.
+            A dict for the n entries that do not pad the batch: images ``pixels`` ``[n, C, H, W]`` uint8, and ``label`` and
+            ``index``, ``[n]`` int64 each.
         """
         pixels = self.draw(batch["label"], batch["index"].tolist(), int(batch["seed"][0]), self.sampling)
         drawn = {"pixels": pixels, "label": batch["label"], "index": batch["index"]}
@@ -293,8 +294,8 @@ class ClassToImage(NamesClasses, GenerativeModule):
     def _clean(self, batch: dict[str, Any], generators: list[torch.Generator] | None = None) -> Tensor:
         """Return the clean samples ``[B, C, H, W]`` of a batch, to which noise is added in training.
 
-        The samples are the latents in the batch, if there are any. Otherwise they are its images, which the VAE encodes if the
-        model has one.
+        The samples are the latents in the batch, if there are any. Otherwise they are the images in the batch, which the VAE
+        encodes if the model has one.
 
         Args:
             batch: batch with latents ``latent`` or images ``image``, ``[B, C, H, W]``, and ``label`` ``[B]`` int64.

@@ -152,8 +152,7 @@ class NoiseProcess:
 class DenoisingProcess(NoiseProcess):
     """Noise process of DDPM, in which the network predicts the noise and, optionally, the variance of a denoising step.
 
-    For the variance, the network predicts its position between its smallest and its largest possible value, on a logarithmic
-    scale.
+    The network predicts where the variance lies between its smallest and its largest possible value, on a logarithmic scale.
 
     Args:
         config: options of the process.
@@ -219,7 +218,7 @@ class DenoisingProcess(NoiseProcess):
         The bound is equation 5 of arXiv 2006.11239, and the predicted variance is equation 15 of arXiv 2102.09672.
 
         Args:
-            clean: clean samples ``[B, C, H, W]`` float32. For timestep 0, they must be 8-bit pixels scaled to -1 .. 1.
+            clean: clean samples ``[B, C, H, W]`` float32. The term of timestep 0 treats them as 8-bit pixels scaled to -1 .. 1.
             noisy: noisy samples at ``times``, with the shape of ``clean``.
             predicted: noise that the network predicts, with the shape of ``clean``.
             between: predicted position of the log variance between its limits, with the shape of ``clean``. -1 stands for the

@@ -75,7 +75,7 @@ class TokenThroughput(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count the tokens of the batch, and log the training speed every ``log_every_n_steps`` optimizer steps."""
+        """Count the tokens of the batch, and log the training speed at the interval that ``Trainer.log_every_n_steps`` sets."""
         inputs = (
             batch["tokens"] if "labels" in batch else batch["tokens"][:, 1:]
         )  # without labels, one token is a target only
@@ -96,7 +96,7 @@ class TextSamples(Callback):
     """Callback that generates continuations of given prompts at the end of each validation during training.
 
     The continuations are appended to ``samples.md`` in the log folder and logged to TensorBoard. They are generated with the
-    same weights as the validation. With sharded weights (FSDP), no continuations are generated.
+    weights that the validation uses. With sharded weights (FSDP), no continuations are generated.
 
     Args:
         prompts: texts to continue.

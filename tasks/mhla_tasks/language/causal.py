@@ -47,6 +47,10 @@ class CausalLanguageModel(TrainingModule):
 
     A subclass builds the network and passes it to :meth:`take` at the end of its constructor. The constructor of this class
     takes the same arguments as that of :class:`TrainingModule`.
+
+    Attributes:
+        network: causal language model, either an MHLA model of this package or a model from transformers.
+        tokenizer: tokenizer of the network; None until the data or a checkpoint supplies one.
     """
 
     network: PreTrainedModel
@@ -84,8 +88,8 @@ class CausalLanguageModel(TrainingModule):
         """Return the sampling settings to save with the network, by their names in transformers.
 
         They are the generation options given to :meth:`take`, so that the commands ``generate`` and ``chat`` and an exported
-        model sample in the same way as predict. ``max_new_tokens`` and ``control_tokens`` are left out, because they do not
-        affect the choice of tokens.
+        model sample in the same way as ``predict``. ``max_new_tokens`` and ``control_tokens`` are left out, because they do
+        not affect the choice of tokens.
         """
         unset = dict.fromkeys(("temperature", "top_k", "top_p"))  # those of an earlier configuration
         return {**unset, **self.generation.sampling()}
@@ -115,8 +119,9 @@ class CausalLanguageModel(TrainingModule):
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
 
         Raises:
-            ValueError: if the vocabulary of the data is larger than that of the model, the data counts answers in more than 256
-                groups, or packed documents, sequence parallelism or generation are required but not supported.
+            ValueError: if the vocabulary of the data is larger than that of the model, the data has questions in more than 256
+                groups with separate accuracies, or packed documents, sequence parallelism or generation are required but not
+                supported.
         """
         super().setup(stage)
         if stage == "fit":
@@ -163,7 +168,7 @@ class CausalLanguageModel(TrainingModule):
         """Use the tokenizer of the data module if the checkpoint did not supply one.
 
         Raises:
-            ValueError: if sequence parallelism is enabled, which predict does not support.
+            ValueError: if sequence parallelism is enabled, which ``predict`` does not support.
         """
         if self.sequence_group is not None:
             raise ValueError("prompts are not spread over processes; leave sequence_parallel_size out for predict")
@@ -219,7 +224,7 @@ class CausalLanguageModel(TrainingModule):
         return self.network(input_ids).logits
 
     def on_train_epoch_start(self) -> None:
-        """Discard the weights of batches whose gradients were accumulated in the previous epoch without an optimizer step."""
+        """Discard the loss weights of batches in the previous epoch whose gradients did not lead to an optimizer step."""
         self._batch_weights = []
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
@@ -278,7 +283,7 @@ class CausalLanguageModel(TrainingModule):
                         parameter.grad.mul_(self.trainer.accumulate_grad_batches / total)
 
     def _balanced(self, loss: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight the loss by the number of targets of this process, which differs from process to process.
+        """Weight the loss by the number of targets of this process, because processes may have different numbers of targets.
 
         Args:
             loss: mean over the targets of this process, a scalar.
@@ -318,11 +323,11 @@ class CausalLanguageModel(TrainingModule):
         self._evaluate(batch, "test")
 
     def on_validation_epoch_end(self) -> None:
-        """Log the metrics of all validation batches, and reset them."""
+        """Log the validation loss, perplexity and, where they apply, bits per byte and accuracies, and reset the sums."""
         self._log_sums("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the metrics of all test batches, and reset them."""
+        """Log the test loss, perplexity and, where they apply, bits per byte and accuracies, and reset the sums."""
         self._log_sums("test")
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int) -> list[tuple[int, str, str]]:

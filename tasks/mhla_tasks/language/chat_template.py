@@ -123,16 +123,16 @@ class ChatTemplate:
         return ranges
 
     def _prefix(self, messages: Sequence[tuple[str, str]], rendered: str, reply: bool, number: int) -> int:
-        """Return the length of the output for the first messages, after checking that the complete output begins with it.
+        """Return the number of characters in the output for the first messages, with which the complete output must begin.
 
         Args:
             messages: messages at the beginning of the conversation, as role and text.
-            rendered: complete output.
+            rendered: output for all messages.
             reply: whether the output for ``messages`` ends with the prompt for a reply.
             number: index of the reply, for the error message.
 
         Raises:
-            UnknownRepliesError: if the complete output begins differently, or the template rejects the messages.
+            UnknownRepliesError: if the output for all messages begins differently, or the template rejects the messages.
         """
         try:
             prefix = self.render_messages(messages, reply)
@@ -152,7 +152,7 @@ class ChatTemplate:
             rendered: output for all messages.
 
         Raises:
-            UnknownRepliesError: if the output does not contain the prompt.
+            UnknownRepliesError: if the output does not contain a prompt for a reply, or the template rejects a user message.
         """
         try:
             question, prompted = (self.render(["user"], reply) for reply in (False, True))

@@ -56,7 +56,7 @@ class MHLAConfig(PreTrainedConfig):
             constructor replaces None with :func:`default_attention`.
         tie_word_embeddings: whether input and output embeddings share one matrix.
         initializer_range: standard deviation of the initial weights.
-        use_cache: whether the forward pass returns the generation state by default. In training or with labels, it does not.
+        use_cache: whether the forward pass returns the generation state by default, outside training and without labels.
         bos_token_id: index of the token that begins a text; None if there is no such token.
         eos_token_id: index of the token that ends a text, or a list of several; None if there is no such token.
         pad_token_id: index of the padding token, which is never attended to; None if there is no such token.

@@ -1,4 +1,4 @@
-"""Encoding of conversations with the model's chat template, turn by turn, without encoding earlier turns again."""
+"""Incremental encoding of conversations with the model's chat template: normally, only new turns are encoded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from mhla_tasks.language.encoding import begin_tokens, encode_texts
 class Conversation:
     """Conversation between a user and a model, stored both as messages and as tokens.
 
-    A turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads only the new
-    tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their reasoning.
+    Normally, a turn is encoded once and appended to the tokens of earlier turns, so that a model that keeps its state reads
+    only the new tokens. All turns are encoded again if the chat template changes earlier ones, for example by omitting their
+    reasoning.
 
     If a message spells a control token, such as ``<|im_end|>``, the spelling is encoded as plain text. The template then gets
     placeholders in place of all messages, so it cannot omit parts of them, such as reasoning. Without a chat template, messages

@@ -159,7 +159,10 @@ class DocumentLoader(StreamLoader):
     """Loader of batches of packed documents. It reports an error in a worker process in one line, with the file and the row."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of the current epoch that training has not used yet."""
+        """Yield the batches of the current epoch that training has not used yet.
+
+        A batch is a dict with ``tokens`` and the other entries that :class:`mhla_tasks.language.stream.PackedRows` yields.
+        """
         return with_short_errors(super().__iter__())
 
 

@@ -18,7 +18,7 @@ from mhla_tasks.language.tokenizer import token_bytes
 
 
 class EncodedDocuments(NamedTuple):
-    """Tokens of documents, one after the other.
+    """Tokens of several documents, one document after the other.
 
     Attributes:
         tokens: token indices of all documents, ``[n]`` int64.
@@ -80,7 +80,7 @@ class DocumentEncoder:
             documents: texts and dialogues.
 
         Returns:
-            The tokens of all documents in their order, the start of each document, and its number of missing bytes.
+            The tokens of all documents in their order, with the start and the number of missing bytes of each document.
 
         Raises:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat

@@ -50,6 +50,11 @@ class LinearizedTextEncoder(LinearizedEncoder):
             vector of its first token.
         network: configuration of the encoder, which is read from pretrained; do not set it.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
+
+    Raises:
+        FileNotFoundError: if there is no encoder at ``pretrained``.
+        ValueError: if neither ``pretrained`` nor a checkpoint supplies the encoder, an option is invalid, or the attention of
+            the encoder cannot be replaced as requested.
     """
 
     train_batch = ("tokens", "mask")
@@ -78,7 +83,7 @@ class LinearizedTextEncoder(LinearizedEncoder):
         """Take the tokenizer from the data, so that checkpoints and exports include it.
 
         Raises:
-            ValueError: if the encoder lacks tokens of the tokenizer, or texts are longer than the encoder allows.
+            ValueError: if the encoder lacks tokens of the tokenizer, or the data allows longer texts than the encoder can read.
         """
         super().setup(stage)
         data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached

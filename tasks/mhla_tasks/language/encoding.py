@@ -158,6 +158,11 @@ def _encode_without(tokenizer: PreTrainedTokenizerBase, control: dict[int, str],
     Tokenizer models of the types Unigram and WordLevel keep control tokens in their normal vocabulary. They find these tokens
     in a text even if the tokenizer is told to ignore control tokens.
 
+    Args:
+        tokenizer: tokenizer, which stays unchanged.
+        control: result of :func:`control_tokens`, a dict from token index to spelling.
+        text: text to encode.
+
     Raises:
         ValueError: if the result still has control tokens, or the tokenizer fails on the text.
     """

@@ -83,7 +83,7 @@ def longest_text(network: Any) -> int | None:
 
 
 def warn_beyond_context(network: PreTrainedModel, tokens: int) -> None:
-    """Warn, once for each model, if it has read more tokens than its softmax layers were trained on.
+    """Warn, once for each model, if a text exceeds the context length with which the softmax layers were trained.
 
     Args:
         network: causal language model.
@@ -138,7 +138,7 @@ def without_reminder() -> Iterator[None]:
 
 
 def generate_tokens(network: PreTrainedModel, ids: Tensor, mask: Tensor, **options: Any) -> Any:
-    """Call transformers' ``generate``, and warn if the text exceeds the number of tokens that softmax layers were trained on.
+    """Call transformers' ``generate``, and warn if the text exceeds the context length of the model's softmax layers.
 
     Args:
         network: causal language model of this package or of transformers.

@@ -1,4 +1,4 @@
-"""Linearization of language models: their softmax attention is replaced, and their quality restored in two training stages.
+"""Linearization of language models: softmax attention is replaced, then two training stages restore the quality of the model.
 
 The first ``distillation.layer_steps`` steps train each new layer to reproduce the output of the layer that it replaces
 (attention transfer). Then the model is trained on text, in full or with low-rank adapters, after LoLCATs (arXiv 2410.10254,
@@ -65,8 +65,8 @@ class LinearizedModel(CausalLanguageModel):
         lora: rank, alpha and dropout of the LoRA adapters.
         distillation: options of the two training stages, layer matching and distillation; see TransferOptions.
         context: number of tokens in a training sample.
-        generation: options for continuing prompts in predict. With the defaults of temperature, top_k, top_p and beams, tokens
-            are sampled with the settings of the original model.
+        generation: options for continuing prompts with the predict command. With the defaults of temperature, top_k, top_p and
+            beams, tokens are sampled with the settings of the original model.
         network: configuration of the model, which is read from pretrained; do not set it.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.
 
@@ -151,13 +151,13 @@ class LinearizedModel(CausalLanguageModel):
         load_source(self.network, pretrained, AutoModelForCausalLM)
 
     def on_fit_start(self) -> None:
-        """Prepare both training stages: check that layers can be matched, and load the teacher model.
+        """Prepare the training stages that the option ``distillation`` requests.
 
-        If ``distillation.layer_steps`` is positive, this checks that each replacement layer can be trained to match the
-        original layer. If ``distillation.teacher`` names a model, this loads it as the teacher.
+        If ``distillation.layer_steps`` is positive, check that each replacement layer can be trained to match the original
+        layer. If ``distillation.teacher`` names a model, load it as the teacher.
 
         Raises:
-            ValueError: if the check fails, or the teacher cannot be used.
+            ValueError: if a layer cannot be trained to match the original layer, or the teacher cannot be used.
             FileNotFoundError: if the teacher does not exist.
         """
         self.linearization.start(self, read_source)
@@ -166,9 +166,9 @@ class LinearizedModel(CausalLanguageModel):
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute the loss of a batch for the current training stage, as a scalar.
 
-        The first stage compares the output of each replaced layer with that of the original layer. Later, the loss is the
-        cross-entropy of the next token in nats; if there is a teacher model, the divergence from its predictions is added.
-        ``distillation`` sets the weights of the two terms.
+        In the first stage, the loss compares the output of each new layer with that of the layer that it replaces. In the
+        second stage, the loss is the cross-entropy of the next token in nats. If there is a teacher model, the loss is instead
+        a sum of this cross-entropy and the divergence from the teacher's predictions, with the weights in ``distillation``.
 
         Args:
             batch: dict with the entries that :func:`inputs_and_targets` reads, such as ``tokens``.
@@ -181,9 +181,11 @@ class LinearizedModel(CausalLanguageModel):
             return super().training_step(batch, batch_idx)
         scores = _scores(self.network, inputs)
         plain = logits_cross_entropy(scores.flatten(0, 1), targets.flatten())
-        if "target_mask" in batch:
-            plain, _ = self._balanced(plain, targets)
-        return self.linearization.distilled_loss(self, plain, scores, inputs)
+        if "target_mask" not in batch:
+            return self.linearization.distilled_loss(self, plain, scores, inputs)
+        plain, count = self._balanced(plain, targets)
+        loss = self.linearization.distilled_loss(self, plain, scores, inputs)
+        return self._weighted_in_step(loss, count / self.context)
 
 
 def _run_layers(network: Any, inputs: Tensor) -> None:
@@ -267,7 +269,7 @@ def read_generation(pretrained: str) -> dict[str, Any]:
         The settings by name; empty if the model has none.
 
     Raises:
-        ValueError: if settings contradict each other, or the file is not JSON.
+        ValueError: if settings contradict each other, or ``generation_config.json`` is not valid JSON.
     """
     file = Path(pretrained) / "generation_config.json"
     try:

@@ -31,7 +31,8 @@ class LanguageModelOutput(ModelOutput):
     Attributes:
         loss: cross-entropy in nats: a scalar mean over the tokens, or ``[B, N]`` with ``loss_reduction="none"``; None without
             labels.
-        logits: scores of the next token, ``[B, N, V]``; None with ``skip_logits``, which saves their memory.
+        logits: scores of the next token, ``[B, columns, V]``, for all N columns or those that ``logits_to_keep`` selects; None
+            with ``skip_logits``, which saves their memory.
         past_key_values: generation state after these tokens; None without ``use_cache``.
         hidden_states: input of each layer, followed by the input of the output head, each ``[B, N, dim]``; None without
             ``output_hidden_states``.

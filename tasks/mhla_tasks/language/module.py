@@ -66,15 +66,15 @@ class LanguageModel(CausalLanguageModel):
 
     Args:
         attention: options of the attention layers.
-        layer_kinds: pattern of attention kinds that repeats over all layers: [mhla, mhla, softmax] makes every third layer
-            softmax. Its length must divide the depth. null uses attention.kind in all layers.
+        layer_kinds: pattern of attention kinds that repeats over all layers; the number of layers must be a multiple of its
+            length. With [mhla, mhla, softmax], every third layer has softmax attention. null uses attention.kind in all layers.
         vocab_size: number of tokens in the vocabulary, at least that of the tokenizer.
         context: number of tokens in a training sample.
         shape: widths, depth and heads.
         network: transformers configuration of a different causal language model to build instead of the MHLA backbone, as
             {class_path: transformers.LlamaConfig, init_args: {...}}. shape is then not used, and attention and layer_kinds must
             not be set. null for the MHLA backbone.
-        generation: options for continuing prompts in predict.
+        generation: options for continuing prompts with the predict command.
         pretrained: checkpoint, run folder (for its latest checkpoint) or exported folder whose weights training starts from,
             with any context and vocabulary; null for random weights. It is not read if --ckpt_path supplies the weights.
         training: options of the optimizer, the moving average of the weights, activation checkpointing and compilation.

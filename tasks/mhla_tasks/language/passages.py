@@ -29,7 +29,7 @@ Unit = Literal["paragraph", "document"]
 
 
 class Passages:
-    """Source of encoded passages, grouped by their length after padding.
+    """Map-style data set of encoded passages, grouped by their length after padding.
 
     A sample has ``tokens`` and ``mask``, each ``[N]`` int64. N is the length of the longest passage in its group, rounded up to
     a multiple of 16, but at most ``length``. The mask is 0 for padding.
@@ -37,9 +37,9 @@ class Passages:
     Args:
         texts: passages as text; those without tokens are left out.
         tokenizer: tokenizer of the passages; its special tokens are added.
-        length: maximum number of tokens in a passage; longer ones are cut.
-        least: minimum number of passages in a group. If there are fewer passages of a length, they share a group with the next
-            longer ones; if there are no longer ones, with the next shorter ones.
+        length: maximum number of tokens in a passage, with special tokens; longer passages are cut.
+        least: minimum number of passages in a group. If a length has fewer passages, they join those of the next greater length
+            or, if there is none, of the next smaller length.
     """
 
     def __init__(self, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int, least: int) -> None:
@@ -100,13 +100,13 @@ class TextPassages(ResumableDataModule):
         train: files, folders or data sets (hub:NAME) of the training texts: text files, or tables (.jsonl, .csv, ...).
         val: files, folders or data sets of the held-out texts, for validation and tests.
         tokenizer: folder of the tokenizer, usually that of the pretrained encoder, or name of a model on the hub.
-        length: maximum number of tokens in a passage; longer passages are cut.
+        length: maximum number of tokens in a passage, including special tokens; longer passages are cut.
         batch_size: number of passages per batch, summed over all processes.
         unit: text that forms a passage: paragraph (documents are split at blank lines) or document (only its beginning is
             used).
         min_characters: minimum number of characters of a passage; shorter ones, such as headings, are left out.
         column: column of a table that holds the texts, or dialogues, whose messages are joined into one text.
-        val_passages: maximum number of held-out passages to use, drawn at random but always the same; null for all.
+        val_passages: maximum number of held-out passages to use, drawn at random with a fixed seed; null for all.
         num_workers: number of worker processes for each training process; 0 is fastest for text in memory.
         seed: random seed for the order of the passages; null for the seed of seed_everything.
 

@@ -76,7 +76,7 @@ def write_token_shards(
         tokenizer: tokenizer whose token indices are below 2^32; for dialogues, with a chat template.
         prefix: prefix of the file names.
         column: name of the table column that holds the texts or dialogues.
-        run_characters: approximate number of characters in a sample.
+        run_characters: minimum number of characters in a sample; the last sample may have fewer.
         runs_per_shard: number of samples in a shard.
         skip: number of documents to leave out at the start.
         limit: maximum number of documents; None for all.

@@ -71,7 +71,7 @@ class GenerationOptions:
 def sampling_options(saved: GenerationConfig, requested: Mapping[str, Any]) -> dict[str, Any]:
     """Combine the sampling options that the user sets with the generation settings that were saved with a model.
 
-    Options that the user sets take precedence. The saved settings are ignored if they do not set ``do_sample``. Otherwise they
+    Options that the user sets take precedence. The saved settings are ignored if their ``do_sample`` is None. Otherwise they
     have the same effect as in transformers' ``generate``, except that a ``top_k`` or ``top_p`` that the user sets
     turns on sampling.
 
@@ -135,10 +135,10 @@ def _checked_prompt(prompt: Document | None, place: str) -> str:
 
 
 class ContinuationFile(Callback):
-    """Callback for predict that writes each prompt and its continuation to ``continuations.jsonl`` in the log folder.
+    """Callback of the predict command that writes each prompt and its continuation to a file in the log folder.
 
-    The file has one JSON object for each prompt, with the keys ``prompt`` and ``continuation``, in the order of the prompt
-    file.
+    The file ``continuations.jsonl`` has one JSON object for each prompt, with the keys ``prompt`` and ``continuation``, in the
+    order of the prompt file.
     """
 
     def __init__(self) -> None:
@@ -157,7 +157,7 @@ class ContinuationFile(Callback):
         self._rows += outputs
 
     def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Gather the continuations of all processes, and write them to the file on the first process."""
+        """Gather the continuations of all processes, and write them to ``continuations.jsonl`` on the first process."""
         rows, path = gather_rows(trainer, self._rows), run_folder(trainer) / "continuations.jsonl"
         self._rows = []
         if not trainer.is_global_zero:

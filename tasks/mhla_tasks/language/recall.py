@@ -109,8 +109,8 @@ class AssociativeRecall(QuestionData):
     Keys are drawn without replacement from the lower half of the vocabulary, values from the upper half. The rest of the
     sequence consists of (N - 2D) / 2 slots of two tokens. D of these slots begin with a key, after which the model has to
     predict its value. The D slots are drawn without replacement, slot i = 1, 2, ... with a probability proportional to
-    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0. Accuracy is logged separately for each number of
-    pairs, for example as ``val/accuracy_pairs4``.
+    ``i ** (power - 1)``. All other tokens after the pairs are random, or 0 if ``random_non_queries`` is false. Accuracy is
+    logged separately for each number of pairs, for example as ``val/accuracy_pairs4``.
 
     Args:
         train: sets of sequences to train on, by length and number of pairs.
@@ -224,7 +224,7 @@ class Needle(QuestionData):
         lengths: lengths of the sequences to validate and test on, as multiples of ``tokens``.
         vocab_size: number of tokens in the vocabulary.
         samples: number of training sequences in an epoch.
-        val_samples: number of sequences of each length to validate on.
+        val_samples: number of sequences of each length to validate and test on.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of worker processes for each training process.
         seed: random seed for the sequences and their order; null for the seed of seed_everything.

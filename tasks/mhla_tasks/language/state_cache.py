@@ -14,8 +14,8 @@ from lightning_mhla import GenerationCache
 class StateCache(GenerationCache, Cache):
     """Generation states of all layers, in a class that transformers and peft recognize as a cache.
 
-    The model sets the states itself as it reads tokens. Two operations of transformers' caches are not supported, and raise
-    ValueError: removing tokens with :meth:`crop`, and adding keys and values with :meth:`update`.
+    The model sets the states itself as it reads tokens. Operations of transformers' caches that remove tokens or add keys and
+    values, such as :meth:`crop` and :meth:`update`, raise ValueError.
 
     Args:
         depth: number of layers.

@@ -1,4 +1,4 @@
-"""Source code of the standard library of the running Python, tokenized for training."""
+"""Source code of the standard library of the running Python version, tokenized for training."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class StdlibText:
 def stdlib_files() -> list[Path]:
     """List the source files of Python's standard library in alphabetical order.
 
-    Folders of tests, tables of data, bundled tools such as IDLE, and third-party packages are left out.
+    Folders that contain tests, data tables, third-party packages, or bundled tools such as IDLE are left out.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = (path for path in root.rglob("*.py") if not LEFT_OUT.intersection(path.relative_to(root).parts[:-1]))
@@ -64,15 +64,15 @@ def stdlib_files() -> list[Path]:
 def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     """Load the tokenized source code of Python's standard library from the cache.
 
-    If the cache does not hold the text, or its files are broken, the tokenizer is trained and the source is encoded first.
+    If the cache does not hold the tokenized code, or its files are broken, the tokenizer is trained and the code encoded first.
 
     Args:
         vocab_size: vocabulary size of the byte-level BPE tokenizer, 258 to 65,536.
         cache_dir: folder of the cache; None for the user's cache.
 
     Raises:
-        ValueError: if the vocabulary is too small or too large.
-        FileNotFoundError: if this Python has no source files.
+        ValueError: if ``vocab_size`` is out of range.
+        FileNotFoundError: if the source files of the standard library are not installed.
         ForeignFileError: if the cached files belong to a different user.
     """
     if not 258 <= vocab_size <= 65_536:

@@ -1,9 +1,9 @@
-"""Packing of streamed documents into batches, from a position that checkpoints store.
+"""Packing of streamed documents into batches. Packing can resume from a position in a checkpoint.
 
-Row r of the global batch of B rows packs documents r, r + B, r + 2 B, ... of the stream. The contents of a batch therefore do
-not depend on the number of processes. The position of a row consists of two numbers: the index of its next document, and the
-number of tokens of this document that are already used. Every batch contains the positions after it; a checkpoint stores those
-of the last batch that the model was trained on.
+The global batch consists of the rows of all processes. Row r of the B rows packs documents r, r + B, r + 2 B, ... of the
+stream. The contents of a batch therefore do not depend on the number of processes. The position of a row consists of two
+numbers: the index of its next document, and the number of tokens of this document that are already used. Every batch contains
+the positions after it; a checkpoint stores those of the last batch that the model was trained on.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class PackedRows(IterableDataset):
         encode: function that encodes a document as an :class:`EncodedDocument`.
         positions: start position of each row of the global batch, which all processes train on together.
         rows: indices of the rows of the global batch that this process packs.
-        context: number of tokens in a sample.
+        context: number of input tokens in a sample. A sample has one more token, which is only a target.
         token_bytes: number of bytes of text that each token of the vocabulary stands for, ``[V]``.
-        separate_documents: whether samples mark where documents begin.
+        separate_documents: whether batches have the entry ``starts``, which marks the tokens that begin a document.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class _Window(NamedTuple):
         tokens: token indices, ``[context + 1]``.
         first: mask of the tokens that begin a document, ``[context + 1]`` bool.
         position: position in the stream of documents at which the row's next sample begins.
-        missing: length of the text of the sample's targets in bytes minus the number of bytes that these tokens stand for.
+        missing: length in bytes of the text of the sample's targets, minus the number of bytes that these tokens stand for.
         targets: mask of the tokens that the loss counts, ``[context + 1]`` bool; None if it counts all.
     """
 
@@ -223,7 +223,7 @@ class _Pack:
 
 
 class StreamLoader:
-    """Loader of batches packed with streamed documents; it can resume from the stream positions in a checkpoint.
+    """Loader of batches that are packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
     Args:
         make: function that takes the positions of all rows of the global batch, and returns the batches that start there.
@@ -267,7 +267,10 @@ class StreamLoader:
         return batches_trained(trainer) in self._after
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of the current epoch that training has not used yet."""
+        """Yield the batches of the current epoch that training has not used yet.
+
+        They have the entries that :meth:`PackedRows.__iter__` lists, except ``position``.
+        """
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
@@ -317,6 +320,9 @@ class StreamLoader:
 
         Args:
             state: positions that :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if the positions are used, and their number differs from the batch size.
         """
         if self.trainer is None or batches_trained(self.trainer):
             self.start_at(state)
@@ -328,7 +334,7 @@ class StreamLoader:
             state: positions that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if the batch size has changed.
+            ValueError: if the number of positions differs from the batch size.
         """
         if len(state["rows"]) != self.batch_size:
             raise ValueError(

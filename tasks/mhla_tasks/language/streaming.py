@@ -17,10 +17,10 @@ WINDOW, OVERLAP = 256, 64
 
 
 class TextPrinter(BaseStreamer):
-    """Streamer for transformers' ``generate`` that prints the text to standard output while the tokens are generated.
+    """Streamer that prints text to standard output while transformers' ``generate`` produces its tokens.
 
     transformers' own ``TextStreamer`` decodes each line separately, so SentencePiece tokenizers lose the spaces at the start of
-    the line. This class decodes each token together with those before it. Trailing spaces, and bytes that are not a complete
+    the line. This class decodes each token together with those before it. Trailing spaces, and bytes of an incomplete
     character, are held back until the next token.
 
     Args:

@@ -81,7 +81,12 @@ def shares(counts: Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 class TextSums(nn.Module):
-    """Module that sums losses, tokens, bytes, samples and correct answers over the batches and processes of an evaluation."""
+    """Module that sums losses, tokens, bytes, samples and correct answers over the batches and processes of an evaluation.
+
+    Attributes:
+        sums: a metric for each of the sums ``nats`` (losses), ``tokens``, ``bytes`` and ``samples``, by name.
+        answers: metric that counts the correct answers; its ``update`` adds a batch.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +99,7 @@ class TextSums(nn.Module):
         """Add values to the running sums.
 
         Args:
-            values: value to add to each named sum; the names are ``nats`` (for losses), ``tokens``, ``bytes`` and ``samples``.
+            values: scalar to add to each named sum; the names are ``nats`` (losses), ``tokens``, ``bytes`` and ``samples``.
         """
         for name, value in values.items():
             cast(SumMetric, self.sums[name]).update(value)
@@ -106,6 +111,8 @@ class TextSums(nn.Module):
     def take(self, stage: str, groups: Sequence[str]) -> dict[str, float]:
         """Compute the metrics of all batches since the previous call of this method, and reset the sums.
 
+        The sums are added up over all processes, so call this method on every process.
+
         Args:
             stage: purpose of the batches, such as ``"val"`` for validation; named in the error message.
             groups: names of the groups by which answers are counted, in the order of their indices, at most 256; empty if the
@@ -114,7 +121,7 @@ class TextSums(nn.Module):
         Returns:
             Metrics by name:
 
-            * ``loss``, in nats per token; ``perplexity``; and ``samples``, the number of samples.
+            * ``loss``, in nats per token; ``perplexity``, at most exp(80); and ``samples``, the number of samples.
             * ``bits_per_byte``, if the number of bytes of text is known.
             * The accuracies that :func:`shares` computes, such as ``accuracy`` over all questions and ``accuracy_pairs4``, if
               ``groups`` is not empty.

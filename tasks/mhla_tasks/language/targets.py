@@ -64,8 +64,8 @@ def tokens_of_characters(offsets: np.ndarray, ranges: list[tuple[int, int]]) -> 
     A token that stands for characters inside and outside a range counts as inside, as in transformers.
 
     Args:
-        offsets: index of the first character of each token and index after its last one, ``[tokens, 2]``. A tokenizer may leave
-            out the spaces around a word, so that a token has no characters; it counts as inside if a range surrounds it.
+        offsets: index of the first character of each token and index after its last one, ``[tokens, 2]``. A token may have no
+            characters, because some tokenizers do not count spaces; such a token counts as inside if a range surrounds it.
         ranges: index of the first character of each range and index after its last one.
 
     Returns:

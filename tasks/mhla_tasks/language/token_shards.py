@@ -29,6 +29,10 @@ class ShardRuns:
     Args:
         reader: reader of the shards.
 
+    Attributes:
+        lengths: number of tokens in each run.
+        run_shards: number of runs in each shard, in order.
+
     Raises:
         BrokenSampleError: if the tokens of a sample cannot be read; the message names the shard and the sample.
     """
@@ -124,7 +128,7 @@ class ShardRuns:
         return self._has(run, MISSING)
 
     def has_targets(self, run: int) -> bool:
-        """Return whether the shard stores which tokens of a run (token sequence) the option ``assistant_only_loss`` counts."""
+        """Return whether the shard stores which tokens of a run (token sequence) belong to plain texts or to the assistant."""
         return self._has(run, TARGETS)
 
     def _has(self, run: int, member: str) -> bool:

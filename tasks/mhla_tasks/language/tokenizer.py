@@ -50,11 +50,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, chat: bool = False) -
 
     Args:
         texts: texts to train on.
-        vocab_size: number of tokens, including the special tokens for the end of a text and for padding.
+        vocab_size: maximum number of tokens, including the special tokens for the end of a text and for padding.
         chat: whether to add a chat template in the format ChatML, with two more special tokens.
 
     Raises:
-        ValueError: if ``vocab_size`` is less than the 256 bytes and the special tokens.
+        ValueError: if ``vocab_size`` is less than 256 (the number of bytes) plus the number of special tokens.
     """
     special_tokens = [END, PAD, *(CHATML_TOKENS if chat else ())]
     check_range(least=256 + len(special_tokens), vocab_size=vocab_size)
@@ -97,14 +97,14 @@ def needed_vocab_size(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """Return the number of bytes of text that each token stands for, ``[V]`` int64; 0 for special tokens.
+    """Return the number of bytes of text that each of the V tokens stands for, ``[V]`` int64; 0 for special tokens.
 
     For some tokenizers, these numbers add up to the length of any text in bytes: those with a byte-level vocabulary (GPT-2,
     Llama 3), with byte fallback and no space in front of a text (Gemma), or with a vocabulary of bytes (ByT5).
 
     Other tokenizers change a text before they split it: they add a space in front (Llama 2), drop spaces and capitals (BERT),
     compose characters (NFKC) or replace unknown ones. For these tokenizers, the bytes of the letters in each token are counted.
-    :class:`mhla_tasks.language.documents.DocumentEncoder` computes the difference from the length of a text.
+    :class:`mhla_tasks.language.documents.DocumentEncoder` computes how much their sum differs from the length of a text.
     """
     special = {*tokenizer.all_special_ids, *control_tokens(tokenizer)}
     added = set(tokenizer.get_added_vocab().values())

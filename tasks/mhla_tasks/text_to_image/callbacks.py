@@ -37,7 +37,7 @@ class ImagePictures(DrawnSamples):
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``prompts`` is empty.
+        ValueError: if ``prompts`` is empty, ``every_n_steps`` is below 1, or ``seed`` is out of range.
     """
 
     module_class = TextToImage
@@ -86,7 +86,8 @@ class SceneScores(ImagePictures):
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``per_prompt`` is below 1, ``prompts`` is empty, or a prompt is not a caption of a scene of digits.
+        ValueError: if ``per_prompt`` or ``every_n_steps`` is below 1, ``prompts`` is empty, a prompt is not a caption of a
+            scene of digits, or ``seed`` is out of range.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SceneScores(ImagePictures):
         Args:
             trainer: Lightning trainer that runs the callback.
             module: module that drew the images.
-            samples: images ``[n, 3, H, W]`` uint8 on the CPU, ``per_prompt`` for each prompt.
+            samples: images ``[n, 3, H, W]`` uint8 on the CPU; the sequence of prompts is repeated ``per_prompt`` times.
             folder: log folder of the training run.
         """
         scores, step = score_scenes(samples, self.prompts), trainer.global_step
@@ -139,7 +140,7 @@ class ClipScore(ImagePictures):
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``prompts`` is empty.
+        ValueError: if ``prompts`` is empty, ``every_n_steps`` is below 1, or ``seed`` is out of range.
     """
 
     def __init__(
@@ -201,7 +202,7 @@ class ClipScore(ImagePictures):
         """Return the ``CLIPModel`` and the ``CLIPProcessor`` of transformers, which are loaded on the first call.
 
         Raises:
-            FileNotFoundError: if there is no such model.
+            FileNotFoundError: if ``model`` does not name a CLIP model.
         """
         if self._parts is None:
             from transformers import CLIPModel, CLIPProcessor

@@ -30,7 +30,9 @@ SANA_LENGTH = 300
 
 
 class CaptionedImageData(CaptionedData):
-    """Base class of data modules with captioned images. A subclass implements :meth:`samples`.
+    """Base class of data modules with captioned images.
+
+    A subclass implements :meth:`samples`, which returns the data set of a stage.
 
     Args:
         prompts: options of the predict command: the prompts, the number of samples for each prompt, and the seed.
@@ -94,7 +96,8 @@ class CaptionedImageShards(CaptionedImageData):
         width: width in pixels to which images are scaled and center-cropped.
         buckets: several image sizes in place of height and width, as HEIGHTxWIDTH, such as [512x512, 384x640]. Each image gets
             the size with the nearest aspect ratio, and all images of a batch have the same size. Heights and widths must be
-            multiples of the model's patch size. null for a single size, height x width.
+            multiples of the model's patch size, multiplied by the downsampling factor of the autoencoder if there is one.
+            null for a single size, height x width.
         caption_key: key of the caption in JSON files and in the lines of metadata.jsonl.
         batch_size: number of samples per batch, summed over all processes.
         num_workers: number of data loading workers for each training process.

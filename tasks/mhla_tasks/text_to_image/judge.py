@@ -150,7 +150,7 @@ def _stand(relation: str, first: Found | None, second: Found | None) -> bool:
 
 
 def _boxed(image: Tensor) -> Tensor:
-    """Resize a digit's image ``[h, w]`` to fit the center of a black image ``[12, 12]`` with values in 0 .. 1, float32."""
+    """Resize a digit's image ``[h, w]`` and center it in a black image ``[12, 12]``, float32 with values in 0 .. 1."""
     height, width = image.shape
     scale = READ / max(height, width)
     size = max(1, round(height * scale)), max(1, round(width * scale))

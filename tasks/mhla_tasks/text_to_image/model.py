@@ -14,7 +14,7 @@ class SanaTransformerConfig:
         out_channels: number of output channels.
         num_attention_heads: number of heads in self-attention.
         attention_head_dim: width of a head in self-attention.
-        num_layers: number of blocks.
+        num_layers: number of transformer blocks.
         num_cross_attention_heads: number of heads in cross-attention.
         cross_attention_head_dim: width of a head in cross-attention.
         cross_attention_dim: width of a token. In self-attention and in cross-attention, it must equal the number of heads times

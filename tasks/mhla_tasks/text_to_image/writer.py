@@ -1,4 +1,4 @@
-"""Callback that writes the images that the predict command draws with a text-to-image model."""
+"""Callback that writes the images that a text-to-image model draws in the predict command."""
 
 from __future__ import annotations
 

@@ -50,7 +50,10 @@ class ExportedRun:
     live: bool
 
     def configuration(self) -> Any:
-        """Return the run's configuration as nested dicts, without secrets and local folders; None if it cannot be read."""
+        """Return the configuration of the run that wrote the checkpoint, without secrets and local folders.
+
+        The configuration consists of nested dicts. The result is None if the configuration cannot be read.
+        """
         for folder in self.checkpoint.absolute().parents[:3]:  # RUN/checkpoints/recovery/NAME.ckpt at most
             if (folder / CONFIG).is_file() and is_run(folder):
                 try:
@@ -84,7 +87,7 @@ def write_card(
 ) -> None:
     """Write the model card of an exported model.
 
-    The card states the type of the model, code that loads it, its classes, its training data, the score of the exported
+    The card states the type of the model, code that loads it, its classes, its training data, the metrics of the exported
     checkpoint, the commands that produced it, its configuration, software versions and its license. Secrets and the directory
     parts of local paths are removed from options and commands. Text from the checkpoint is escaped, so that it is never
     interpreted as Markdown or HTML.
@@ -140,7 +143,7 @@ def _options(memory: Any) -> dict[str, Any]:
     """Convert the hyperparameters of a model or data module to options in the format of a configuration file.
 
     Args:
-        memory: dict of the hyperparameters in a checkpoint; None if the checkpoint has none. The result is then empty.
+        memory: dict of the hyperparameters in a checkpoint; None if the checkpoint has none, so that the result is empty.
     """
     arguments = {key: value for key, value in (memory or {}).items() if not key.startswith("_")}
     class_path = (memory or {}).get("_class_path")
@@ -175,7 +178,7 @@ def _data(data: Mapping[str, Any]) -> str:
 
 
 def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
-    """Return Markdown with the last metrics before the checkpoint, and sentences about the weights that were measured.
+    """Return Markdown with the last metrics in a checkpoint, and sentences about the weights with which they were measured.
 
     Args:
         content: entries of the model's checkpoint, without tensors.

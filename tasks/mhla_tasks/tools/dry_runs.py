@@ -96,7 +96,7 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
 
     Returns:
         Error message that names the run; None if no error was found. Errors that look like a bug are not reported, because a
-        model without weights may cause them; if a run has such an error, it reports the error itself.
+        model without weights may cause them; a run with a real error of this kind fails when it starts.
     """
     problems: list[tuple[int, str]] = []
     folders: dict[str, int] = {}
@@ -135,7 +135,7 @@ def check_runs(runs: Sequence[CheckedRun], here: bool) -> str | None:
 
 
 def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
-    """Describe how the options of a run differ from those with which it was trained before, if it would resume.
+    """Describe how the options of a run that would resume differ from those with which it was trained before.
 
     Only options that affect the results are compared. A larger ``max_epochs`` continues a run; a smaller one is a change.
 
@@ -144,8 +144,8 @@ def changed_options(run: CheckedRun, command_line: DryCLI) -> str:
         command_line: command line of the run with its present options.
 
     Returns:
-        Text with the earlier and the present values, such as ``model.training.optimizer.lr 0.002, not 0.5``; empty if nothing
-        has been trained, or nothing changed.
+        Text with the earlier and the present values, such as ``model.training.optimizer.lr 0.002, not 0.5``; empty if the run
+        has not been trained, or nothing changed.
     """
     path = Path(run.folder, CONFIG)
     if command_line.plan.checkpoint is None or not path.exists():

@@ -124,11 +124,11 @@ def remove_private(folder: Path) -> None:
 
 
 def _is_replaced(names: Collection[str], path: Path) -> bool:
-    """Return whether a new export must delete a file of an earlier export that libraries would load with the new files.
+    """Return whether a new export must delete an old file, because libraries would load it together with the new files.
 
     Args:
         names: names of files and folders that exports of the model's task write.
-        path: path of the file relative to the exported folder.
+        path: path of the old file relative to the exported folder.
     """
     return WEIGHTS.fullmatch(str(path)) is not None or path.parts[0] in names
 

@@ -386,9 +386,9 @@ def clips(parser: ArgumentParser) -> Run:
         lightning prepare clips clips/train shards --prefix train
 
     The source folder contains MP4 files at any depth. The caption of a video such as 17.mp4 is in 17.txt or 17.json in the same
-    folder. The files are copied byte for byte, in a random order that ``--seed`` determines. Videos are skipped with a warning
-    if they are truncated, cannot be decoded at their beginning or their end, or lack a caption; more than ``--max_skipped`` of
-    them are an error. The same command resumes after an interruption.
+    folder. The files are copied byte for byte, in a random order that ``--seed`` determines. Videos that
+    are truncated, cannot be decoded at their beginning or their end, or lack a caption are skipped with a warning. The option
+    ``--max_skipped`` limits their number. The same command resumes after an interruption.
     """
     _captioned_folder(parser, "videos", 100)
 

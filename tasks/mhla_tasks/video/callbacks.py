@@ -31,7 +31,7 @@ class ClipPictures(DrawnSamples):
         seed: random seed for the noise that sampling starts from.
 
     Raises:
-        ValueError: if ``prompts`` is empty, or ``frames`` is below 1.
+        ValueError: if ``prompts`` is empty, ``every_n_steps`` or ``frames`` is below 1, or ``seed`` is out of range.
     """
 
     module_class = VideoDiffusion

@@ -30,7 +30,7 @@ def read_clip(
     size: tuple[int, int] | None = None,
     extension: str = "mp4",
 ) -> Tensor:
-    """Decode a clip, which is a number of frames at a fixed rate, from an MP4 or GIF file.
+    """Decode a clip with a given number of frames from an MP4 or GIF file.
 
     Args:
         data: contents of the file.
@@ -74,8 +74,8 @@ def read_beginning(
 ) -> Tensor:
     """Decode the first frames of an MP4 or GIF file, or all frames if the video has fewer.
 
-    With ``fps``, the last frame counts only if the video continues for at least a quarter of a frame interval after the time of
-    this frame. A video of n frames at this rate therefore gives n frames.
+    If ``fps`` is given, the last frame counts only if the video continues for at least a quarter of a frame interval after the
+    time of this frame. A video with n frames at the rate ``fps`` therefore gives n frames.
 
     Args:
         data: contents of the file.
@@ -167,8 +167,9 @@ def _frames_at(video: Video, start: float, step: float, count: int, late: float 
         start: time for which the first frame is yielded, in seconds.
         step: interval between the times, in seconds.
         count: number of frames.
-        late: how long after the end of the video the last frame is still taken, as a share of ``step``. If it is negative, the
-            last frame must be shown for at least this share.
+        late: how long after the end of the video the last frame is still taken, as a share of ``step``. If it is
+            negative, the last frame is taken only if the video shows it for longer than ``-late * step`` after the requested
+            time.
     """
     yielded, shown, at, end = 0, None, 0.0, 0.0
     for time, duration, frame in video.frames(start):

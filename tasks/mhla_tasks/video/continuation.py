@@ -169,7 +169,7 @@ class VideoContinuation(GenerativeModule):
     @property
     @override
     def usage(self) -> dict[str, str]:
-        """Commands by purpose, for the report of a run. The only one continues held-out clips.
+        """Mapping from purpose to command, for the report of a run. Its only command continues held-out clips.
 
         In the command, ``{run}`` stands for the option that names the run. The command requests no more frames than the
         attention supports.
@@ -256,7 +256,7 @@ class VideoContinuation(GenerativeModule):
     def _with_errors(self, frames: Tensor) -> Tensor:
         """Replace frames of some clips by the model's predictions of these frames, and give some pixels random levels.
 
-        The model can then correct such errors in clips that it continues itself.
+        Training on such errors teaches the model to correct its own errors when it continues clips.
 
         Args:
             frames: levels ``[B, F, C, H, W]`` int64.
@@ -297,7 +297,7 @@ class VideoContinuation(GenerativeModule):
 
             * ``frame_seconds``: time in seconds for all clips that are continued together.
             * ``state_bytes``: size in bytes of the generation states of one clip.
-            * ``error``: error relative to the norm of the true frame. There is no number after the end of the true clip.
+            * ``error``: error relative to the norm of the true frame. This list ends where the true clip ends.
         """
         slots = batch["valid"].nonzero()[:, 0].tolist()
         levels = self.network.to_levels(batch["video"])

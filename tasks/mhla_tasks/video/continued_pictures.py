@@ -30,8 +30,9 @@ class ContinuationPictures(PeriodicEvaluation):
 
     At step 1,000, the files in the log folder are ``pictures/continued-step0001000.png`` and
     ``pictures/continued-step0001000.gif``. The picture is also logged to TensorBoard. Every logger gets two mean relative
-    errors: ``continued/error_trained`` of the frames up to the trained length, and ``continued/error`` of all frames. Clips are
-    continued with the moving average of the weights if training maintains one, otherwise with the current weights.
+    errors: ``continued/error_trained`` over the predicted frames up to the trained length, and ``continued/error`` over all
+    predicted frames. Clips are continued with the moving average of the weights if training maintains one, otherwise with the
+    current weights.
 
     Args:
         every_n_steps: number of optimizer steps between two pictures; null for no pictures during training.
@@ -40,7 +41,7 @@ class ContinuationPictures(PeriodicEvaluation):
         frames: number of frames of the continued clips; null for the model's option sampling.frames.
 
     Raises:
-        ValueError: if ``clips`` or ``frames`` is below 1.
+        ValueError: if ``every_n_steps``, ``clips`` or ``frames`` is below 1.
     """
 
     def __init__(

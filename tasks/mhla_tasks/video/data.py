@@ -26,7 +26,7 @@ WAN_LENGTH = 512
 
 
 def continued_frames(trainer: Trainer | None) -> int:
-    """Return the number of frames to which a trainer's model continues clips; 0 without a trainer or such a model."""
+    """Return the number of frames to which a trainer's model continues clips; 0 if there is no trainer or no such model."""
     model = getattr(trainer, "lightning_module", None)
     return model.sampling.frames if isinstance(model, VideoContinuation) else 0
 
@@ -229,12 +229,12 @@ class VideoShards(ClipData):
 
 
 class VideoFolders(ResumableDataModule):
-    """Data module of your own videos without captions, for a model that continues videos: MP4 and GIF files in two folders.
+    """Data module of videos without captions, for a model that continues videos: MP4 and GIF files in two folders.
 
     In each epoch, training uses one clip from a random position of each video. Validation uses a clip from the middle of each
     video. In training, videos that cannot be read or are too short are skipped with a warning. Held-out videos that cannot be
-    read, or have fewer than ``frames`` frames, are an error before the first step. The predict command continues the beginnings
-    of held-out videos of any length. Captions in the folders are not read.
+    read, or have fewer than ``frames`` frames, raise an error before training or validation starts. The predict command
+    continues the beginnings of held-out videos of any length. Captions in the folders are not read.
 
     Args:
         train: folder of the training videos; its subfolders are searched, too.

@@ -19,7 +19,7 @@ class WanTransformerConfig:
         text_dim: width of the embedded caption tokens; 4096 for UMT5-XXL.
         freq_dim: width of the timestep's sinusoidal embedding.
         ffn_dim: inner width of the MLP.
-        num_layers: number of blocks.
+        num_layers: number of transformer blocks.
         rope_max_seq_len: maximum number of rotary positions along an axis.
     """
 

@@ -34,7 +34,7 @@ class CaptionedClips:
         height: height in pixels to which frames are scaled and cropped.
         width: width in pixels to which frames are scaled and cropped.
         fps: number of frames to take per second of video; None to take consecutive frames.
-        anywhere: whether clips are cut at a random position instead of from the middle.
+        anywhere: whether clips are cut from a random position instead of the middle of a video.
 
     Raises:
         ValueError: if ``fps`` is not positive.
@@ -78,7 +78,7 @@ class UncaptionedClips:
         size: number of frames in a clip, and height and width in pixels to which frames are scaled and cropped.
         fps: number of frames to take per second of video; None to take consecutive frames.
         channels: 3 for color, 1 for gray.
-        anywhere: whether clips are cut at a random position instead of from the middle.
+        anywhere: whether clips are cut from a random position instead of the middle of a video.
 
     Raises:
         ValueError: if ``fps`` is not positive.

@@ -75,7 +75,7 @@ def draw_continuations(truth: Sequence[Tensor], clips: Sequence[Tensor], start: 
     :func:`shown_frames` chooses the frames.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. If a true clip is shorter, its missing frames are gray.
+        truth: true clips ``[F, C, H, W]`` uint8. If one is shorter than its continuation, its missing frames are gray.
         clips: continued clips, all of the same length, in the same format and order.
         start: number of frames at the beginning that were copied from the true clip.
         trained: number of frames of a training clip.
@@ -91,7 +91,7 @@ def side_by_side(truth: Sequence[Tensor], clips: Sequence[Tensor]) -> Tensor:
     """Join each true clip and its continuation into one clip, with the true clip on the left.
 
     Args:
-        truth: true clips ``[F, C, H, W]`` uint8. If a true clip is shorter, its missing frames are gray.
+        truth: true clips ``[F, C, H, W]`` uint8. If one is shorter than its continuation, its missing frames are gray.
         clips: continued clips, all of the same length, in the same format and order.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Callbacks that write the clips that the predict command draws or continues."""
+"""Callbacks of the predict command that write drawn and continued clips to files."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class ContinuationWriter(ClipWriter):
 
     The files of clips are named by index, such as ``0007.mp4``. In addition to the files of :class:`ClipWriter`, ``videos.gif``
     shows each of the first clips beside the true one, and the rows of ``videos.png`` alternate between true and continued
-    clips. ``videos-by-frame.json`` has, for each predicted
-    frame, the mean relative error of the clips that have this frame, the median time in seconds, and the size of the generation
-    states in bytes. The values at the trained length and at each doubling of it are printed.
+    clips. ``videos-by-frame.json`` has, among other values for each predicted frame, the mean relative error over the clips
+    whose true clip has this frame, the median time per batch in seconds, and the size in bytes of the generation states of a
+    clip. The values at the trained length and at each doubling of it are printed.
 
     Args:
         folder: path of the folder for all of these files; None for the log folder. Clips that already exist there are not drawn

@@ -162,6 +162,20 @@ def test_two_processes_train_as_one_does(kind: str, source: Path, tmp_path: Path
         )
 
 
+def test_accumulated_batches_with_a_teacher_train_as_one_does(source: Path, tmp_path: Path) -> None:
+    """The batches have different numbers of tokens that the loss counts."""
+    learned = []
+    for rows, count in ((4, 4), (16, 1)):
+        torch.manual_seed(0)
+        model = linearized(source, distillation=TransferOptions(teacher=str(source), logits_weight=1e-6))
+        fit(model, 3, tmp_path / str(rows), Patterns(batch_size=rows, replies=True), accumulate_grad_batches=count)
+        learned.append(weights(model))
+    for name, tensor in learned[0].items():
+        torch.testing.assert_close(
+            learned[1][name], tensor, rtol=1e-3, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
 @pytest.mark.parametrize("train", ["new", "attention", "lora"])
 def test_only_what_is_asked_for_is_trained(train: Any, source: Path, tmp_path: Path) -> None:
     model = linearized(source, train=train, lora=LoraOptions(2, 2), distillation=TransferOptions(layer_steps=1))

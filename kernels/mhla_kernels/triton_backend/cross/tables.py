@@ -1,8 +1,8 @@
 """Lookup tables of the two sides of cross-attention, queries and keys.
 
-Each side has a table with a column for each of its blocks or tiles, as in self-attention. The rows FIRST and LAST, however,
-bound a range of blocks of the other side, and the rows LOW and HIGH a range of its tokens, with which the tokens of the block
-form pairs.
+Each side has a table with a column for each of its blocks or tiles, as :mod:`mhla_kernels.triton_backend.tables` describes for
+self-attention. However, the ranges in a column lie on the other side. The rows FIRST and LAST bound the blocks with which the
+block is mixed. The rows LOW and HIGH bound the tokens with which its tokens form pairs.
 
 Shape letters: M blocks of the side, S packed sequences.
 """

@@ -61,12 +61,13 @@ class CrossKind(NamedTuple):
 def make_cross_problem(kind: CrossKind, device: torch.device, query_blocks: int = 3) -> CrossArguments:
     """Create the arguments of a small cross-attention call with random tokens in two heads.
 
-    There are two key blocks. If the block size of a side is at least 3, some of its blocks have fewer tokens.
+    There are two key blocks, in each sequence if sequences are packed. If the block size of a side is at least 3, some of its
+    blocks have fewer tokens.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
-        query_blocks: number of query blocks. In packed sequences, both numbers are those of one sequence.
+        query_blocks: number of query blocks, in each sequence if sequences are packed.
     """
     rand = random_numbers(device)
     blocks = query_blocks, 2
@@ -105,7 +106,7 @@ def try_cross_kernels(kind: CrossKind, device: torch.device) -> str:
         device: device to run on.
 
     Returns:
-        Text with the relative errors of outputs and gradients, which are within the bounds.
+        Text with the relative errors of outputs and gradients, all of them within the limits for the dtype.
 
     Raises:
         WrongNumbersError: if a numerical error is larger than allowed for the dtype.

@@ -86,7 +86,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
         metrics: metrics to plot; None for all.
 
     Raises:
-        ValueError: if no metric has two different values, or if ``path`` does not end in the name of a picture format.
+        ValueError: if no metric has two different values, or if ``path`` does not have the extension of a picture format.
     """
     names = drawn_metrics(groups, metrics)
     if not names:
@@ -128,7 +128,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
 
 
 def legend(group: Group) -> str:
-    """Return the label of a group with its number of runs, such as ``kind=mhla (mean of 3 runs)``."""
+    """Return the label of a group, with the number of runs if there are several, such as ``kind=mhla (mean of 3 runs)``."""
     return group.label if len(group.runs) == 1 else f"{group.label} (mean of {len(group.runs)} runs)"
 
 
@@ -141,8 +141,8 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
 
     Args:
         metric: name of the metric, one of those that :func:`drawn_metrics` returns.
-        groups: compared groups. The lines of a group have the class of :func:`color_class` and, as the attribute
-            ``data-group``, the index of the group.
+        groups: compared groups. The lines of a group have the CSS class that :func:`color_class` returns, and the attribute
+            ``data-group`` with the index of the group.
     """
     points = [point for group in groups for run in group.runs for point in finite_points(run.points(metric))]
     steps, values = zip(*points, strict=True)

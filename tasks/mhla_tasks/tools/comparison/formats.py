@@ -68,8 +68,8 @@ def as_csv(table: Table, groups: Sequence[Group]) -> str:
 
     If any group has several runs, the column of a metric is followed by a column of its standard deviation, which is empty for
     single runs. The last columns contain the seeds and, as a JSON list, the folders. An apostrophe precedes texts that a
-    spreadsheet would execute as formulas. Negative numbers stay as they are. A metric without a mean, for example because it is
-    not finite in one of the runs, is an empty cell.
+    spreadsheet would execute as formulas. Negative numbers stay as they are. The cell of a metric is empty if the metric has no
+    mean, for example because it is not finite in one of the runs.
 
     Args:
         table: table to format.

@@ -1,7 +1,7 @@
-"""Writer of ``compared.html``, a web page that compares runs. It works without network and without other files.
+"""Writer of ``compared.html``, a web page that compares runs. The page needs neither the network nor other files.
 
-Names, options and texts come from run folders, which may have been created by other people. All of them are escaped, and the
-page forbids every script but its own with a content security policy.
+Names, options and texts come from run folders, which may have been created by other people. All of them are escaped, and a
+content security policy forbids every script except that of the page.
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
 
 
 def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
-    """Return HTML that names the two best finished rows of the first column with a marked best value; empty if there is none.
+    """Return HTML that names the two finished groups with the best values of a metric; empty if no best value is marked.
+
+    The metric is that of the first column in which the table marks a best value.
 
     Args:
         groups: compared groups.

@@ -22,7 +22,7 @@ LAST = 4000
 
 
 def pictures(groups: Sequence[Group], swatch: Sequence[str]) -> str:
-    """Return a section of HTML with the latest picture of each kind for each group.
+    """Return a section of HTML with the latest picture of each kind for each group; empty if there are no pictures.
 
     The first run of a group represents it. Pictures whose names differ only in the optimizer step are of the same kind. The
     learning curves of single runs are left out, since the page has the curves of all runs.

@@ -42,7 +42,8 @@ class Run:
 
     Attributes:
         folder: path of the run's folder, which contains ``run.json`` and usually ``config.yaml``.
-        record: content of ``run.json``, which the callback :class:`lightning_mhla.callbacks.RunReport` writes.
+        record: content of ``run.json``, such as metrics, steps and seconds. The callback
+            :class:`lightning_mhla.callbacks.RunReport` writes this file.
         options: values of ``config.yaml`` by their dotted keys, such as ``model.attention.kind``; empty if the file is missing.
     """
 
@@ -108,7 +109,7 @@ def _sweep_order(folder: Path) -> list[str]:
     """Return the names of the runs that a sweep listed in its folder; empty if the folder is not that of a sweep.
 
     Raises:
-        ValueError: if the file with the order does not list runs.
+        ValueError: if the file that stores the order does not list runs.
     """
     if not (folder / ORDER).is_file():
         return []
@@ -122,7 +123,7 @@ def write_order(folder: Path, names: Sequence[str]) -> str:
     """Return the content of the file in which a sweep stores the order of its runs.
 
     Args:
-        folder: folder of the sweep. The runs of an earlier sweep in this folder follow those of the current sweep.
+        folder: folder of the sweep. Runs of an earlier sweep in this folder are listed after those of the current one.
         names: names of the folders of the runs, in the order of the sweep.
 
     Raises:

@@ -23,7 +23,7 @@ class Cell:
         value: unrounded number by which the cell is sorted; None if the cell is not a number.
         spread: rounded standard deviation; empty if there is none.
         spread_value: unrounded standard deviation; None if there is none.
-        best: whether this is the best value of its column, or equals it after rounding.
+        best: whether this value is the best of its column, or equals the best one after rounding.
     """
 
     text: str
@@ -87,9 +87,9 @@ BEST = "best "
 def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> Table:
     """Build the table of a comparison.
 
-    The first columns are the folder, the options that differ, and the number of runs if a group has several. Then come the
-    last values of the metrics, and the best values of the metrics by which checkpoints were chosen unless these equal the last
-    values. The remaining columns are steps, time, parameters, and notes if there are any.
+    The first columns are the folder, the options that differ between groups, and the number of runs if a group has several. The
+    next ones are the last values of the metrics, and the best values of the metrics by which checkpoints were chosen, unless
+    these equal the last values. The remaining columns are steps, time, parameters, and notes if there are any.
 
     Args:
         groups: groups of runs, see :func:`mhla_tasks.tools.comparison.groups.group_runs`.

@@ -2,8 +2,8 @@
 
 The command checks versions, devices, memory, disk, shared memory and the speed of decoding images. It runs all algorithms of
 the MHLA operator twice, forward and backward. It compares the results with a float64 reference, and checks that both runs are
-bit-identical. It compares the speed of the operator with softmax attention, and trains a small model for twenty steps. On a GPU
-it also tests the Triton kernels, and stores which of them backend="auto" may use.
+bit-identical. It compares the speed of the operator with that of softmax attention, and trains a small model for twenty steps.
+On a GPU it also tests the Triton kernels, and stores which of them backend="auto" may use.
 
 The status of each check is ok, note (training works, but could be better) or wrong. The exit status is 1 if a check is wrong.
 """

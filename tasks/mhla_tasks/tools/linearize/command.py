@@ -26,7 +26,7 @@ def linearize(options: Any) -> None:
         options: parsed options of ``lightning linearize``, an ``argparse.Namespace``.
 
     Raises:
-        FileNotFoundError: if there is no such model.
+        FileNotFoundError: if the pretrained model does not exist.
         SystemExit: if a command that performs one of the steps fails, with the exit status of the command.
         ValueError: if the model cannot be linearized, or if an option has an invalid value or contradicts another one.
     """

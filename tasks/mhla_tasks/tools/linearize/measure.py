@@ -118,7 +118,7 @@ def step_seconds(configuration: Mapping[str, Any]) -> float:
 
 
 def quality(configuration: Mapping[str, Any], original: bool = False) -> dict[str, float]:
-    """Measure the validation metrics of an untrained linearized model, or of the original model.
+    """Measure the validation metrics of a linearized model before its training, or of the original model.
 
     Args:
         configuration: nested options, as in a configuration file of ``lightning fit``.

@@ -41,8 +41,8 @@ Fewer batches are used because the measurement evaluates the model once for each
 class Pipeline:
     """Linearization of a pretrained model: two training runs, an export and a report.
 
-    All intermediate results are stored in a working folder. A later pipeline with the same options resumes from them. One with
-    different options begins again if nothing has been trained yet.
+    All intermediate results are stored in a working folder. A later pipeline with the same options resumes from them. A
+    pipeline with different options begins again, provided that nothing has been trained yet.
 
     Args:
         name: path or name of the pretrained model, see :func:`open_source`.
@@ -312,7 +312,7 @@ class Pipeline:
 
 
 def written(value: Any) -> str:
-    """Format the value of an option as on a command line, or as ``none`` if the option is not used."""
+    """Format the value of an option as on a command line; None becomes ``none``."""
     return "none" if value is None else " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

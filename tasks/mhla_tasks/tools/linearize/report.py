@@ -137,7 +137,7 @@ def softmax_layers(indices: Sequence[int], depth: int) -> str:
     """Describe which layers keep softmax attention, such as ``1 of 3 layers keeps softmax: layer 0 (counted from 0)``.
 
     Args:
-        indices: indices of these layers.
+        indices: indices of the layers that keep softmax attention, counted from 0.
         depth: number of layers of the model.
     """
     if not indices:

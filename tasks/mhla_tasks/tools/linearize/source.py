@@ -174,7 +174,7 @@ def image_side(name: str, length: int | None = None) -> int | None:
 
 
 def sample_length(name: str, domain: Domain, default: int, length: int | None = None) -> int:
-    """Choose the length of a training sample that a model uses by default, and check the length that the user chose.
+    """Choose the default length of a training sample for a model, and check the length that the user chose.
 
     Args:
         name: path or name of the model, see :func:`open_source`.
@@ -183,9 +183,10 @@ def sample_length(name: str, domain: Domain, default: int, length: int | None = 
         length: length that the user chose, in the same unit; None if the user chose none.
 
     Returns:
-        Default length. For models of text, it is ``default`` or the maximum number of tokens that the model was built for,
-        whichever is smaller. For a timm encoder, it is the image size in timm's data configuration, rounded down to complete
-        patches, or ``length`` if that is given. For other image encoders, it is ``default``.
+        Default length, in tokens or in pixels of an image's side. For models of text, it is ``default`` or the maximum number
+        of tokens that the model was built for, whichever is smaller. For image encoders of transformers, it is ``default``. For
+        a timm encoder, it is ``length``; if this is None, it is the image size in timm's data configuration, rounded down to
+        complete patches.
 
     Raises:
         FileNotFoundError: if there is no such model.

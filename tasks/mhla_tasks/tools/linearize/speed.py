@@ -125,7 +125,8 @@ def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> di
 
     Args:
         networks: causal language models of transformers in evaluation mode, by name.
-        longest: maximum length that the models accept; None if there is no limit.
+        longest: maximum number of tokens that the models accept; measurements that exceed it are left out. None if there is no
+            limit.
 
     Returns:
         Mapping from the number of preceding tokens to a dict for each model by name, with ``seconds`` per token and ``bytes``
@@ -171,7 +172,7 @@ def _cache_bytes(cache: Any) -> int:
 
 
 def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replaced: str) -> int | None:
-    """Return the smallest measured length from which one model is always faster than another; None if there is none.
+    """Return the smallest measured length at and above which one model is always faster than another; None if there is none.
 
     Args:
         seconds: mapping from sample length to the seconds of a forward pass by name of the model.
