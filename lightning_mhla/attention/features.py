@@ -98,13 +98,13 @@ def apply_features(
         features: name of the feature map, such as ``"elu"``. The learned feature map is not applied here; see
             :class:`LearnedFeatures`.
         rotary: rotary angles of the tokens; None for no rotation.
-        key_weighting: whether to scale each key by its softmax weight for the mean query, see :func:`weighted_keys`.
+        key_weighting: whether to scale each key by its softmax weight for the mean query; see :func:`weighted_keys`.
         key_mask: ``[B, N]`` bool, False for hidden tokens, which key weighting leaves out; None if no token is hidden.
 
     Returns:
         Queries and keys of the same shapes, and the feature map that the caller still has to apply to them. This map is
-        ``"relu"`` for ``features="relu"`` without key weighting and rotary embedding, because the attention kernel applies it
-        at no extra cost. Otherwise, it is ``"identity"``.
+        ``"relu"`` for ``features="relu"`` with neither key weighting nor rotary embedding, because the attention kernel applies
+        it at no extra cost. Otherwise, it is ``"identity"``.
     """
     remaining_map: Literal["identity", "relu"] = "identity"
     if features == "elu":

@@ -29,7 +29,7 @@ class Encoder(NamedTuple):
     """Record of the model that encoded samples.
 
     Attributes:
-        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
+        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face Hub.
         parts: names of the pipeline's subfolders that contain the models for encoding samples, such as ``vae``.
         digest: digest of the model's files, see :func:`model_digest`; None if none is recorded, as for a model on the hub.
     """
@@ -61,7 +61,7 @@ def compare_models(manifests: Iterable[Path], models: Mapping[str, str]) -> None
     Args:
         manifests: paths of the manifests beside the shards. A manifest without a record of a model is ignored.
         models: models to compare with. The keys are options, such as ``model.vae``. The values are folders or names on the
-            Hugging Face hub, of the model itself or of a pipeline that contains it.
+            Hugging Face Hub, of the model itself or of a pipeline that contains it.
     """
     encoders: dict[Encoder, Path] = {}
     for manifest in manifests:
@@ -89,7 +89,7 @@ def is_same_model(path: str, encoder: Encoder, digest_of: Callable[[str, tuple[s
     and the record has a digest, the digests of the files are compared; otherwise, the paths or names are.
 
     Args:
-        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face hub.
+        path: folder of the model or of a pipeline that contains it, or name of either on the Hugging Face Hub.
         encoder: record of the model that encoded the samples.
         digest_of: :func:`model_digest`, or a function that caches its results.
     """

@@ -62,7 +62,7 @@ def model_digest(path: str, parts: Sequence[str]) -> str | None:
     """Return a digest of the model that encodes samples, which changes if the model in a folder is replaced.
 
     Args:
-        path: folder of an autoencoder or a pipeline, or a name on the Hugging Face hub.
+        path: folder of an autoencoder or a pipeline, or a name on the Hugging Face Hub.
         parts: subfolders of the pipeline whose models encode samples, such as ``vae``. If none of them exists, the files in
             the folder itself are used.
 

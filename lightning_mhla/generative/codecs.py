@@ -19,7 +19,7 @@ class FrozenVAE:
 
     Args:
         path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
-            Hugging Face hub.
+            Hugging Face Hub.
         model: VAE that has already been loaded; None to load it from ``path``.
     """
 
@@ -116,7 +116,7 @@ class LatentCodec(ScaledVAE):
 
     Args:
         path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
-            Hugging Face hub.
+            Hugging Face Hub.
         model: VAE that has already been loaded; None to load it from ``path``.
     """
 
@@ -156,7 +156,7 @@ class ClipCodec(FrozenVAE):
 
     Args:
         path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
-            Hugging Face hub.
+            Hugging Face Hub.
         model: VAE that has already been loaded; None to load it from ``path``.
     """
 
@@ -254,7 +254,7 @@ class ImageCodec(ScaledVAE):
 
     Args:
         path: local folder of the autoencoder, local folder of a pipeline that contains it in ``vae/``, or name of either on the
-            Hugging Face hub.
+            Hugging Face Hub.
         model: autoencoder that has already been loaded; None to load it from ``path``.
     """
 

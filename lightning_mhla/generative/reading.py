@@ -1,4 +1,4 @@
-"""Reading of published model weights from files, diffusers folders or the Hugging Face hub, without running code from them."""
+"""Reading of published model weights from files, diffusers folders or the Hugging Face Hub, without running code from them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
     """Read the weights of a diffusers model, or of the transformer in a diffusers pipeline, as a dict from name to tensor.
 
     Args:
-        path: folder of a model, folder of a pipeline, or name of a pipeline on the Hugging Face hub.
+        path: folder of a model, folder of a pipeline, or name of a pipeline on the Hugging Face Hub.
         kind: diffusers class of the model.
         what: description of the model, for error messages.
         option: text that precedes the path in error messages, such as the name of the option that contains the path.

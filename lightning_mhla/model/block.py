@@ -193,8 +193,8 @@ class Block(nn.Module):
             x: tokens, ``[B, N, dim]``.
 
         Returns:
-            Tuple with one tensor of factors, ``[B, 1, 1]``, for each residual branch; None in evaluation mode and with a drop
-            probability of 0, when no sample skips a branch.
+            Tuple with one tensor of factors, ``[B, 1, 1]``, for each residual branch; None in evaluation mode or if the drop
+            probability is 0, because no sample then skips a branch.
         """
         if not (self.training and self.drops):
             return None

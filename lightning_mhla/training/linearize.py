@@ -64,8 +64,8 @@ class TransferOptions:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. These steps train only the parameters of the new attention.
-        teacher: path or name of the weights of the model before its attention was replaced, as for the model's option
-            pretrained. Later steps match the predictions of this model; null for no teacher.
+        teacher: path or name of the weights of the model before its attention was replaced, in any form that the model's
+            ``pretrained`` accepts. The steps after ``layer_steps`` match the predictions of this model; null for no teacher.
         logits_weight: weight of the divergence from the teacher's predictions.
         loss_weight: weight of the loss on the data.
 

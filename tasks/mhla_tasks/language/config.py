@@ -37,8 +37,9 @@ __all__ = {sorted(CLASSES.values())}
 class MHLAConfig(PreTrainedConfig):
     """Configuration of a causal language model with MHLA, linear or softmax attention, or a mixture of them.
 
-    Each size also has the name that transformers uses for it: ``hidden_size``, ``num_hidden_layers``, ``num_attention_heads``,
-    ``num_key_value_heads``, ``head_dim``, ``intermediate_size`` or ``max_position_embeddings``. Both names can be read and set.
+    Some sizes also have the names that transformers uses for them: ``hidden_size``, ``num_hidden_layers``,
+    ``num_attention_heads``, ``num_key_value_heads``, ``head_dim`` (for ``key_width``), ``intermediate_size`` and
+    ``max_position_embeddings``. Both names can be read and set.
     ``config.json`` holds each size once, under the names below.
 
     Attributes:

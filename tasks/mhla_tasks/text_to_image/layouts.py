@@ -162,7 +162,7 @@ def _numbered(images: Path, names: Sequence[str]) -> dict[str, list[Path]]:
 
 
 def _check_target(target: Path, contents: Contents) -> None:
-    """Check that a folder contains only files that are written again, because a benchmark would also score other files.
+    """Check that a folder contains only files that will be overwritten, because a benchmark would also score other files.
 
     Args:
         target: folder to write to, which need not exist.

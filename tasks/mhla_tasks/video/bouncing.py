@@ -146,11 +146,11 @@ class BouncingDigits(ResumableDataModule):
         self.canvas = (height, width, speed, digits)
 
     def held_out(self, frames: int, clips: int | None) -> BouncingDigitSamples:
-        """Return the data set of clips of held-out digits. Clips of different lengths begin with the same frames.
+        """Return the data set of clips of held-out digits. A clip begins with the same frames, whatever ``frames`` is.
 
         Args:
             frames: number of frames in a clip.
-            clips: maximum number of clips; None for one of each digit.
+            clips: maximum number of clips; None for one clip of each held-out image of a digit.
         """
         return BouncingDigitSamples(False, frames, *self.canvas, limit=clips)
 

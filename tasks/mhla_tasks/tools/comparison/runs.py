@@ -120,7 +120,7 @@ def _sweep_order(folder: Path) -> list[str]:
 
 
 def write_order(folder: Path, names: Sequence[str]) -> str:
-    """Return the content of the file in which a sweep stores the order of its runs.
+    """Compose the content of the file in which a sweep stores the order of its runs. The caller writes the file.
 
     Args:
         folder: folder of the sweep. Runs of an earlier sweep in this folder are listed after those of the current one.
