@@ -64,7 +64,8 @@ class PretrainedSource:
         path: path of the model's folder, or name of the model on the Hugging Face Hub or in timm.
         domain: ``"language"`` for a causal language model, ``"text"`` or ``"image"`` for an encoder.
         depth: number of layers.
-        name: name of the model for messages and reports; for a model in a folder, or a file that was converted, the last part of its path.
+        name: name of the model for messages and reports; for a model in a folder, or a file that was converted, the last part
+            of its path.
         images: image format of a timm encoder; None for a model of transformers.
     """
 
