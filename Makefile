@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Processes that run tests, for two cores: a test waits for other processes during a quarter of its time.
+WORKERS ?= 3
 
 .PHONY: help demo test thorough check fuzz hosts mutate mutants lint docs constraints resources gpu image clean
 
@@ -27,11 +29,11 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## install, train MHLA on real handwritten digits, and print where the results are
 	$(BIN)/lightning fit --config configs/classification/mnist.yaml
 
-test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 15 to 25 minutes on two cores
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not long"
+test: .venv/test-installed  ## install, run the tests (no GPU, no network beyond the package index): 11 to 20 minutes on two cores
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not long"
 
 thorough: .venv/test-installed .venv/real-installed  ## run the tests that make test leaves out: documentation, clusters, kills, compilers, published weights, complete runs; takes half an hour or more
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m long
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m long
 
 check: lint  ## lint, and the tests of quick files that start no process: four minutes on two cores, for use between two edits
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not processes and not slow and not long"

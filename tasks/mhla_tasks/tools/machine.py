@@ -11,7 +11,7 @@ from mhla_tasks.commandline.registry import Run, passes_on
 
 @passes_on
 def doctor(arguments: Sequence[str]) -> int:
-    """Check versions, devices, the MHLA operator and a short training run on this machine; --json prints JSON.
+    """Check versions, devices, the operator and a short training run on this machine; --json prints JSON.
 
     Args:
         arguments: command-line arguments after ``lightning doctor``.

@@ -307,7 +307,7 @@ def captions(parser: ArgumentParser) -> Run:
 
 
 def caption_latents(parser: ArgumentParser) -> Run:
-    """Encode images and captions into latent shards, for training without the autoencoder and the text encoder.
+    """Encode images and captions into latent shards, for training without VAE and text encoder.
 
         lightning prepare caption-latents 'shards/train-*.tar' latents --model Efficient-Large-Model/Sana_600M_512px_diffusers
         torchrun --nproc-per-node 8 -m mhla_tasks prepare caption-latents photos latents --model SANA --height 1024 --width 1024
