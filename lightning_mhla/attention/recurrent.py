@@ -1,5 +1,7 @@
 """Base class, options and state of recurrent kinds of attention: retention, gla, gated_deltanet and mamba2."""
 
+# Longer than other modules because all recurrent kinds share the projections, convolutions and states of one class.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -41,8 +41,8 @@ class EncoderDistillation:
     Args:
         layer_steps: number of optimizer steps at the beginning of training, in which each replaced layer learns to match the
             output of its original attention for the same input. These steps train only the parameters of the new attention.
-        teacher: path or name of the model before its attention was replaced, as for the option pretrained. Training and
-            evaluation require it.
+        teacher: path or name of the model before its attention was replaced, in any form that ``pretrained`` accepts. Training
+            and evaluation require it.
         tokens_weight: weight of the distance of the token vectors from those of the teacher. The distance is the mean squared
             difference, divided by the variance of the teacher's vectors.
         embedding_weight: weight of one minus the cosine similarity between a sample's embedding and that of the teacher.

@@ -125,7 +125,7 @@ class LinearizedHost(ABC):
 
         Args:
             teacher: model before its attention was replaced.
-            network: model that learns from the teacher. It is not changed.
+            network: model that learns from the teacher; not changed.
             device: device of ``network``.
         """
         teacher.to(device)
@@ -246,9 +246,7 @@ class Linearization:
         return self._teacher
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
-        """Prepare the two stages: load the teacher, if the options name one, and check that the first stage is possible.
-
-        The first stage trains each replaced layer on its own. It is checked only in a fit, and only if it has any steps.
+        """Load the teacher, if the options name one. In a fit that trains layers on their own first, also check that it works.
 
         Args:
             module: training module at the start of a fit, a validation or a test.

@@ -4,6 +4,8 @@
 is flow matching on straight paths. Noise schedules and samplers come from diffusers.
 """
 
+# Longer than other modules because both noise processes document the formulas of one interface.
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """Lightning module that trains, validates and samples a model that continues videos frame by frame."""
 
+# Longer than other modules because Lightning calls all of its hooks on one module, which is documented with its options.
+
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,7 @@
 """Data modules of video models: rendered moving digits, videos with and without captions, and latents of videos."""
 
+# Longer than other modules because it contains the five data modules of videos, each with the help texts of its options.
+
 from __future__ import annotations
 
 from typing import ClassVar
