@@ -128,6 +128,20 @@ def test_a_control_token_that_is_spelled_out_remains_text(texts: MiniTexts, bert
     assert texts.tokenizer.eos_token_id not in source[0]["tokens"][source[0]["mask"].bool()]
 
 
+def test_only_training_needs_layers_that_can_be_trained_on_their_own(
+    texts: MiniTexts, bert: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def reject(*_: Any) -> None:
+        raise ValueError("the strategy shards weights")
+
+    model, data = encoder(bert), passages(texts, bert)
+    monkeypatch.setattr(type(model.linearization.host), "check", reject)
+    (metrics,) = trainer(tmp_path, 1).validate(model, data, verbose=False)
+    assert 0 < metrics["val/cosine"] < 1
+    with pytest.raises(ValueError, match="the strategy shards weights"):
+        trainer(tmp_path, 1).fit(encoder(bert), data)
+
+
 def test_before_training_with_softmax_the_encoder_is_the_original(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
     model = encoder(bert, attention=AttentionConfig(kind="softmax"), distillation=EncoderDistillation(teacher=bert))
     (metrics,) = trainer(tmp_path, 1).validate(model, passages(texts, bert), verbose=False)

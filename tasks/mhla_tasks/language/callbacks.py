@@ -76,9 +76,8 @@ class TokenThroughput(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the tokens of the batch, and log the training speed at the interval that ``Trainer.log_every_n_steps`` sets."""
-        inputs = (
-            batch["tokens"] if "labels" in batch else batch["tokens"][:, 1:]
-        )  # without labels, one token is a target only
+        # Without labels, the last token of a row is only a target.
+        inputs = batch["tokens"] if "labels" in batch else batch["tokens"][:, :-1]
         self._tokens += inputs.numel()
         if accumulates_gradients(trainer) or not logger_connector(trainer).should_update_logs:
             return

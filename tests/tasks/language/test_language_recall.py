@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lightning import Trainer
 from mhla_tasks.language import AssociativeRecall, DecoderShape, LanguageModel, Needle
+from mhla_tasks.language.callbacks import TokenThroughput
 from mhla_tasks.language.loss import IGNORED
 from mhla_tasks.language.recall import RecallPart
 from mhla_tasks.language.sums import Answers, shares
+from torch.utils.data import DataLoader
 
 from lightning_mhla import AttentionConfig
 
@@ -132,3 +136,19 @@ def test_losses_and_accuracy_are_those_of_the_asked_tokens() -> None:
 def test_wrong_sizes_are_named(make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize(("labeled", "count"), [(True, 2 * 8 * 64), (False, 2 * 8 * 63)])
+def test_the_speed_counts_every_token_that_the_network_reads(labeled: bool, count: int, tmp_path: Path) -> None:
+    samples = [recall(train=[RecallPart(64, 4, 16)]).source("train")[index] for index in range(16)]
+    rows = [{name: sample[name] for name in ("tokens", *(["labels"] if labeled else []))} for sample in samples]
+    model = LanguageModel(
+        attention=AttentionConfig(block_size=16), vocab_size=256, context=64, shape=DecoderShape(16, 1, 2, mlp_width=32)
+    )
+    callback = TokenThroughput()
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, log_every_n_steps=99, callbacks=[callback], default_root_dir=tmp_path, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(rows, batch_size=8))
+    assert callback._tokens == count

@@ -128,6 +128,16 @@ def test_one_warning_exactly_where_quality_is_lost(
     assert not any(text in caplog.text for text in THEIRS)
 
 
+@pytest.mark.parametrize("options", [{"top_p": 2.0}, {"temperature": -1.0}, {"top_k": -3}], ids=str)
+def test_a_wrong_option_is_an_error_before_the_first_prompt_is_typed(
+    options: dict[str, Any], tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mhla_tasks.language.generate.load_model", lambda path: (mhla("softmax"), tokenizer))
+    monkeypatch.setattr("builtins.input", lambda prompt: pytest.fail("asked for a prompt"))
+    with pytest.raises(ValueError, match=next(iter(options))):
+        continue_prompts("model", None, 4, options, 0, "cpu")
+
+
 def test_a_long_prompt_alone_passes_the_context(caplog: pytest.LogCaptureFixture) -> None:
     model = mhla("softmax")
     ids = torch.randint(2, 300, (2, 40))
