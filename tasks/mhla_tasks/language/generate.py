@@ -45,9 +45,8 @@ def continue_prompts(
     torch_device = process_device(device)
     model = model.to(torch_device)
     chosen = sampling_options(model.generation_config, sampling)
-    GenerationOptions(
-        LONGEST if count is None else count, **chosen
-    )  # reports a wrong option before the first prompt is typed
+    # Reports a wrong option before the first prompt is typed.
+    GenerationOptions(LONGEST if count is None else count, **chosen)
     for text in _prompts(prompt):
         ids, mask = (x.to(torch_device) for x in left_padded(tokenizer, [text], bool(sampling.get("control_tokens"))))
         new_tokens = count
