@@ -23,14 +23,8 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, name:
         return f"def {name}({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
     constructor = [x for x in node.body if isinstance(x, ast.FunctionDef) and x.name == "__init__"]
     fields = [ast.unparse(x) for x in node.body if isinstance(x, ast.AnnAssign)]
-    more = (
-        f"  # __init__({ast.unparse(constructor[0].args)})"
-        if constructor
-        else f"  # {'; '.join(fields)}"
-        if fields
-        else ""
-    )
-    return f"class {name}({', '.join(map(ast.unparse, node.bases))}){more}"
+    members = [f"__init__({ast.unparse(constructor[0].args)})"] if constructor else fields
+    return f"class {name}({', '.join(map(ast.unparse, node.bases))})  # {'; '.join(members)}"
 
 
 def documented(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:

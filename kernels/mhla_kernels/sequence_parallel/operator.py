@@ -32,12 +32,12 @@ from mhla_kernels.attention import without_autocast
 from mhla_kernels.blocks import BlockPartition, TokenLayout
 from mhla_kernels.checks import (
     NEGATIVE_FEATURES,
-    check_are_tensors,
     check_block_size,
     check_devices,
     check_features,
-    check_is_tensor,
+    check_mask,
     check_problem,
+    check_types,
 )
 from mhla_kernels.features import FeatureMap, map_features
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
@@ -102,7 +102,7 @@ def mhla_sequence_parallel(
     Raises:
         ValueError: for arguments that do not fit together, for negative features with ``normalize``, or if n is not the number
             of tokens that :func:`share_tokens` assigns to this process.
-        TypeError: for a dtype that is not float32, bfloat16 or float64.
+        TypeError: if q, k, v or the mask is not a tensor, or for a dtype that is not float32, bfloat16 or float64.
     """
     mixing = as_mixing(mixing)
     block_size = None if block_size is None else check_block_size(block_size)
@@ -162,27 +162,23 @@ def mhla_sequence_parallel(
 
 
 def _check_shares(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-    """Raise ValueError unless q, k and v have the same number of tokens n, and the key mask is None or ``[B, n]`` bool."""
-    check_are_tensors(q, k, v)
+    """Check that q, k and v are ``[B, n, heads, width]`` with the same n, and that the key mask is None or ``[B, n]`` bool."""
+    check_types(q, k, v)
     if len({x.shape[1:2] for x in (q, k, v)}) != 1:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} must have the same number of tokens"
         )
     if key_mask is not None:
-        check_is_tensor("key_mask", key_mask)
-    if key_mask is not None and (key_mask.dtype != torch.bool or key_mask.shape != q.shape[:2]):
-        raise ValueError(f"key_mask is {key_mask.dtype} {list(key_mask.shape)}; it must be bool {list(q.shape[:2])}")
+        check_mask("key_mask", key_mask, q, "n")
 
 
 def _of_complete_sequence(x: Tensor, tokens: int) -> Tensor:
     """Return a meta tensor, for argument checks, with the shape that ``x`` would have for the complete sequence.
 
     Args:
-        x: tensor of this process, ``[B, n, heads, width]``. A tensor without four axes is returned unchanged.
+        x: tensor of this process, ``[B, n, heads, width]``.
         tokens: number of tokens of the complete sequence, which takes the place of n.
     """
-    if x.dim() != 4:
-        return x
     return torch.empty(x.shape[0], tokens, *x.shape[2:], dtype=x.dtype, device="meta")
 
 

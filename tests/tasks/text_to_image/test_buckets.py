@@ -14,6 +14,7 @@ import torch
 from fork_server import ForkServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mhla_tasks.captioned.encoded import EncodedSource, encode_samples
 from mhla_tasks.commandline import registry
 from mhla_tasks.text_to_image import CaptionedImageShards, ImageLatentShards
 from mhla_tasks.text_to_image import buckets as buckets_module
@@ -144,6 +145,15 @@ def test_what_is_wrong_with_buckets(folder: Path) -> None:
             "https://a/b-0.tar", "https://a/b-0.tar", buckets=BUCKETS, shards=ShardOptions(cache_bytes=1 << 30)
         )
     assert data(folder, 3).real_images("validate")[1]["image"].shape == (3, 16, 16)
+
+
+@pytest.mark.parametrize("per_sample", [False, True], ids=["shards", "files"])
+def test_a_wrong_number_of_samples_in_a_shard_deletes_nothing(per_sample: bool, tmp_path: Path) -> None:
+    (tmp_path / "train-00000.tar").write_bytes(b"finished")
+    source = EncodedSource([{}], "image", None, [], per_sample)  # type: ignore[arg-type,list-item]
+    with pytest.raises(ValueError, match="per_shard=0"):
+        encode_samples(source, {"model": "a"}, tmp_path, None, None, "train", 0, torch.device("cpu"), force=True)  # type: ignore[arg-type]
+    assert (tmp_path / "train-00000.tar").read_bytes() == b"finished"
 
 
 def test_latents_of_several_sizes(folder: Path, tmp_path: Path) -> None:
