@@ -255,8 +255,9 @@ class TrainingModule(LoggedApart, TakesFormerNames, LightningModule):
             ValueError: if the schedule needs the length of the run or of an epoch, and this length is not known.
         """
         self.trainer.fit_loop.setup_data()  # otherwise the length of an epoch is unknown if max_steps ends the run
-        options = (self.network, self.optimizer_config, *self._lengths(), self._layer_names())
-        optimizer, schedule, _ = build_optimizer(*options)
+        optimizer, schedule = build_optimizer(
+            self.network, self.optimizer_config, *self._lengths(), self._layer_names()
+        )
         self._builds_optimizer = True
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"}}
 

@@ -249,7 +249,7 @@ def build_optimizer(
     steps: float,
     steps_per_epoch: float,
     layers: Iterable[Iterable[str]] = (),
-) -> tuple[Optimizer, LambdaLR, Asked]:
+) -> tuple[Optimizer, LambdaLR]:
     """Build the optimizer of a model and its learning-rate schedule.
 
     Args:
@@ -260,7 +260,7 @@ def build_optimizer(
         layers: prefixes of the parameter names of each layer, from input to output, for layer decay.
 
     Returns:
-        Optimizer, schedule, and the options of both in the form that :func:`take_over` applies to a restored optimizer.
+        Optimizer and schedule.
 
     Raises:
         ValueError: if the schedule is cosine and the number of steps is infinite, or if CAME gets sharded parameters.
@@ -273,8 +273,7 @@ def build_optimizer(
             steps,
         )
     optimizer = _make(parameter_groups(model, config, layers), config)
-    schedule = LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
-    return optimizer, schedule, asked_options(model, config, steps, steps_per_epoch, layers)
+    return optimizer, LambdaLR(optimizer, [factor] * len(optimizer.param_groups))
 
 
 def asked_options(

@@ -35,7 +35,7 @@ def train(network: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> N
 def test_came_is_its_packages() -> None:
     ours, theirs = model(), model()
     config = OptimizerConfig(kind="came", lr=1e-2, weight_decay=0.0, schedule="constant")
-    optimizer, _, _ = build_optimizer(ours, config, steps=10, steps_per_epoch=10)
+    optimizer, _ = build_optimizer(ours, config, steps=10, steps_per_epoch=10)
     train(ours, optimizer, 10)
     train(theirs, CAME(theirs.parameters(), lr=1e-2, betas=(0.9, 0.999, 0.9999)), 10)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -49,7 +49,7 @@ def kept(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> int:
 
 def test_kernels_of_one_pixel_cost_no_more_than_in_adamw() -> None:
     network = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 3, groups=8))
-    optimizer, _, _ = build_optimizer(network, OptimizerConfig(kind="came", schedule="constant"), 10, 10)
+    optimizer, _ = build_optimizer(network, OptimizerConfig(kind="came", schedule="constant"), 10, 10)
     network(torch.randn(2, 4, 6, 6)).square().mean().backward()
     optimizer.step()
     for parameter in network.parameters():
@@ -77,7 +77,7 @@ def test_came_goes_on_to_the_bit() -> None:
 
 def test_coefficients_stay_within_their_bounds() -> None:
     mixing = DenseCoefficients(BlockLayout((4, 4), (2, 2)))
-    optimizer, _, _ = build_optimizer(mixing, OptimizerConfig(kind="came", lr=10.0, schedule="constant"), 10, 10)
+    optimizer, _ = build_optimizer(mixing, OptimizerConfig(kind="came", lr=10.0, schedule="constant"), 10, 10)
     mixing.weight.grad = torch.full_like(mixing.weight, 1.0)
     optimizer.step()
     assert (mixing.weight < 0).any(), "the step is not large enough to leave the bounds"

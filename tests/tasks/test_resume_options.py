@@ -25,7 +25,7 @@ from torch import nn
 
 from lightning_mhla import AttentionConfig
 from lightning_mhla.checkpoints.io import find_checkpoints, resolve_checkpoint
-from lightning_mhla.training.optim import OptimizerConfig, Schedule, build_optimizer, take_over
+from lightning_mhla.training.optim import OptimizerConfig, Schedule, asked_options, build_optimizer, take_over
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,16 +169,16 @@ def test_a_schedule_past_its_end_stays_at_its_floor() -> None:
 
 def test_taking_over_changes_what_was_asked_and_nothing_else() -> None:
     layer = nn.Linear(3, 3)
-    optimizer, schedule, asked = build_optimizer(layer, OptimizerConfig(lr=0.1, warmup_steps=2), 10, 5)
+    config = OptimizerConfig(lr=0.1, warmup_steps=2)
+    optimizer, schedule = build_optimizer(layer, config, 10, 5)
     for _ in range(3):
         optimizer.step()
         schedule.step()
     before = [dict(group, params=None) for group in optimizer.param_groups]
-    assert take_over(optimizer, schedule, asked, 3) == []
+    assert take_over(optimizer, schedule, asked_options(layer, config, 10, 5), 3) == []
     assert [dict(group, params=None) for group in optimizer.param_groups] == before
     config = OptimizerConfig(lr=0.2, warmup_steps=2, betas=(0.8, 0.99), eps=1e-6)
-    _, _, asked = build_optimizer(layer, config, 10, 5)
-    changed = take_over(optimizer, schedule, asked, 3)
+    changed = take_over(optimizer, schedule, asked_options(layer, config, 10, 5), 3)
     assert {text.split()[0] for text in changed} == {"initial_lr", "betas", "eps"}
     for group, old in zip(optimizer.param_groups, before, strict=True):
         assert group["lr"] == pytest.approx(2 * old["lr"])
