@@ -42,9 +42,8 @@ def check_sampling(sampling: Sampling) -> None:
     Raises:
         ValueError: if a value is out of range; the message names the option and its value.
     """
-    for name, length in zip(("frames", "height", "width")[-len(sampling.size) :], sampling.size, strict=True):
-        if length < 1:
-            raise ValueError(f"sampling.{name}={length} must be at least 1")
+    names = ("frames", "height", "width")[-len(sampling.size) :]
+    check_range("sampling.", least=1, **dict(zip(names, sampling.size, strict=True)))
     if not 1 <= sampling.steps <= TIMESTEPS:
         raise ValueError(f"sampling.steps={sampling.steps} must lie between 1 and {TIMESTEPS:,}")
     check_range("sampling.", least=1, guidance=sampling.guidance)

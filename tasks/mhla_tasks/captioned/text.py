@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_mhla.data.lines import json_lines, parse_object, plain_suffix, read_lines, read_text, text_entry
 from lightning_mhla.system.listing import is_visible
+from lightning_mhla.system.ranges import check_range
 
 WORD_BYTES = 8
 """Number of hash bytes used to seed the vector of a word."""
@@ -48,10 +49,8 @@ class TextConfig:
     carry: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.length < 1:
-            raise ValueError(f"text.length={self.length} must be at least 1")
-        if not 0 <= self.carry < 1:
-            raise ValueError(f"text.carry={self.carry} must be at least 0 and below 1")
+        check_range("text.", least=1, length=self.length)
+        check_range("text.", least=0, below=1, carry=self.carry)
         if self.carry and self.encoder is not None:
             raise ValueError(
                 f"text.carry={self.carry} is for captions without an encoder, whose words do not see each other"

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.files import to_json, write_whole
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
@@ -99,8 +100,7 @@ class SceneScores(ImagePictures):
         at_start: bool = False,
         seed: int = 0,
     ) -> None:
-        if per_prompt < 1:
-            raise ValueError(f"per_prompt={per_prompt} must be at least 1")
+        check_range(least=1, per_prompt=per_prompt)
         chosen = every_caption() if prompts is None else prompts
         for prompt in chosen:
             parse_caption(prompt)

@@ -89,9 +89,7 @@ class BouncingDigitSamples:
     ) -> None:
         self.images, self.labels = moving_digits(name, train)
         side = self.images.shape[-1]
-        for option, value in (("frames", frames), ("speed", speed), ("clips", limit)):
-            if value is not None and value < 1:
-                raise ValueError(f"{option}={value} must be at least 1")
+        check_range(least=1, frames=frames, speed=speed, clips=limit)
         if min(height, width) <= side:
             raise ValueError(
                 f"a digit of {side} x {side} pixels has no room to move on {height} x {width}; the canvas must be larger"

@@ -8,6 +8,7 @@ from lightning import Trainer
 from torch import Tensor
 
 from lightning_mhla.system.figures import log_figure
+from lightning_mhla.system.ranges import check_range
 from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.video.module import VideoDiffusion
@@ -45,8 +46,7 @@ class ClipPictures(DrawnSamples):
         seed: int = 0,
     ) -> None:
         super().__init__(prompts, every_n_steps, at_end, at_start=False, seed=seed)
-        if frames < 1:
-            raise ValueError(f"frames={frames} must be at least 1")
+        check_range(least=1, frames=frames)
         self.frames = frames
 
     def keep(self, trainer: Trainer, module: CaptionedDiffusion, samples: Tensor, folder: Path) -> None:

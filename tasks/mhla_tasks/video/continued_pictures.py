@@ -14,6 +14,7 @@ from lightning_mhla.checkpoints.weights import shards_weights
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.folders import run_folder
+from lightning_mhla.system.ranges import check_range
 from lightning_mhla.system.sharding import gathered_weights
 from mhla_tasks.video.bouncing import BouncingDigits
 from mhla_tasks.video.continuation import VideoContinuation
@@ -48,8 +49,7 @@ class ContinuationPictures(PeriodicEvaluation):
         self, every_n_steps: int | None = 500, at_end: bool = True, clips: int = 4, frames: int | None = None
     ) -> None:
         super().__init__(every_n_steps, at_end)
-        if clips < 1:
-            raise ValueError(f"clips={clips} must be at least 1")
+        check_range(least=1, clips=clips)
         if frames is not None and frames < 1:
             raise ValueError(f"frames={frames} must be at least 1, or null for the model's option sampling.frames")
         self.clips, self.frames = clips, frames

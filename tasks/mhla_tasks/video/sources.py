@@ -160,8 +160,7 @@ class Beginnings:
         least: int,
         limit: int | None,
     ) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"clips={limit} must be at least 1")
+        check_range(least=1, clips=limit)
         check_range(above=0, fps=fps)
         count = sum(files.shard_sizes)
         self.shard_sizes: Sequence[int] = [count if limit is None else min(limit, count)]
