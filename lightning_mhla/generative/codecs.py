@@ -48,6 +48,15 @@ class FrozenVAE:
             self._model = self._read().eval().requires_grad_(False)
         return self._model.to(device)
 
+    def config(self) -> Any:
+        """Return the configuration of the diffusers model. The model is loaded if necessary, and stays on its device.
+
+        Raises:
+            FileNotFoundError: if there is no VAE at the path given to the constructor.
+        """
+        model = self.model(torch.device("cpu")) if self._model is None else self._model
+        return model.config
+
     def check_channels(self, channels: int) -> None:
         """Load the VAE if necessary, and check that its latents have as many channels as the samples that a network denoises.
 
@@ -58,7 +67,7 @@ class FrozenVAE:
             ValueError: if the VAE's latents have a different number of channels.
             FileNotFoundError: if there is no VAE at the path given to the constructor.
         """
-        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        config = self.config()
         own_channels = config.z_dim if hasattr(config, "z_dim") else config.latent_channels
         if own_channels != channels:
             raise ValueError(
@@ -114,10 +123,7 @@ class ScaledVAE(FrozenVAE):
 class LatentCodec(ScaledVAE):
     """Codec between images and latents that uses diffusers' VAE class ``AutoencoderKL``.
 
-    Args:
-        path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
-            Hugging Face Hub.
-        model: VAE that has already been loaded; None to load it from ``path``.
+    The constructor takes the arguments of :class:`FrozenVAE`.
     """
 
     vae_class = "AutoencoderKL"
@@ -154,10 +160,7 @@ class LatentCodec(ScaledVAE):
 class ClipCodec(FrozenVAE):
     """Codec between video clips and latents that uses the VAE of Wan, diffusers' class ``AutoencoderKLWan``.
 
-    Args:
-        path: local folder of the VAE, local folder of a pipeline that contains the VAE in ``vae/``, or name of either on the
-            Hugging Face Hub.
-        model: VAE that has already been loaded; None to load it from ``path``.
+    The constructor takes the arguments of :class:`FrozenVAE`.
     """
 
     vae_class = "AutoencoderKLWan"
@@ -206,7 +209,7 @@ class ClipCodec(FrozenVAE):
 
     def _moments(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the means and standard deviations that normalize the C latent channels, ``[1, C, 1, 1, 1]`` float32 each."""
-        config = self._model.config
+        config = self.config()
         mean, deviation = (torch.tensor(values, device=device) for values in (config.latents_mean, config.latents_std))
         return mean.view(1, -1, 1, 1, 1), deviation.view(1, -1, 1, 1, 1)
 
@@ -222,7 +225,7 @@ class ClipCodec(FrozenVAE):
             ValueError: unless the number of frames is 1 more than a multiple of the VAE's temporal compression factor, and
                 height and width are multiples of its spatial compression factor.
         """
-        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        config = self.config()
         time, space = config.scale_factor_temporal, config.scale_factor_spatial
         if frames % time != 1 or height % space or width % space:
             raise ValueError(
@@ -252,10 +255,7 @@ def draw_latents(moments: Tensor, scale: float, noise: Tensor | None = None) -> 
 class ImageCodec(ScaledVAE):
     """Codec between images and latents that uses SANA's deep compression autoencoder, ``AutoencoderDC`` (arXiv 2410.10733).
 
-    Args:
-        path: local folder of the autoencoder, local folder of a pipeline that contains it in ``vae/``, or name of either on the
-            Hugging Face Hub.
-        model: autoencoder that has already been loaded; None to load it from ``path``.
+    The constructor takes the arguments of :class:`FrozenVAE`.
     """
 
     vae_class = "AutoencoderDC"
@@ -289,7 +289,7 @@ class ImageCodec(ScaledVAE):
         Raises:
             ValueError: if the height or width is not a multiple of the autoencoder's compression factor.
         """
-        config = self.model(torch.device("cpu")).config if self._model is None else self._model.config
+        config = self.config()
         # Each block of the encoder but the last halves both sides (spatial_compression_ratio in diffusers).
         step = 2 ** (len(config.encoder_block_out_channels) - 1)
         if height % step or width % step:
