@@ -228,8 +228,7 @@ class GenerationMetrics(SampleGrid):
     def _keep(self, trainer: Trainer, module: ImageGenerator, folder: Path, scores: Scores, grid: Tensor) -> None:
         assert self._reference is not None
         drawn, step = module.describe_sampling(self._sampling(module)), trainer.global_step
-        balanced = self.samples % module.num_conditions == 0
-        if not balanced:
+        if self.samples % module.num_conditions != 0:
             scores.marks.append(f"{self.samples} samples are not the same number of each class")
         row = {
             "step": step,

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -61,7 +61,7 @@ def frechet_distance(one: Moments, two: Moments) -> float:
         one: mean and covariance of the first distribution.
         two: mean and covariance of the second distribution.
     """
-    pair = [{"mu": np.float64(moments.mean), "sigma": np.float64(moments.covariance)} for moments in (one, two)]
+    pair = [{"mu": moments.mean, "sigma": moments.covariance} for moments in (one, two)]
     return fid_statistics_to_metric(*pair, verbose=False)[KEY_METRIC_FID]
 
 
@@ -298,17 +298,17 @@ def score(generated: ImageSet, reference: ImageSet, seed: int = 2020) -> Scores:
             )
         values[metric] = frechet_distance(generated_moments, reference_moments)
     if generated.logits is not None and len(generated.logits) >= SPLITS:
-        mean, spread = KEY_METRIC_ISC_MEAN, KEY_METRIC_ISC_STD
-        scores = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
-        values |= {"inception_score": scores[mean], "inception_score_std": scores[spread]}
+        metrics = isc_features_to_metric(generated.logits, splits=SPLITS, shuffle=True, rng_seed=seed)
+        values |= {"inception_score": metrics[KEY_METRIC_ISC_MEAN], "inception_score_std": metrics[KEY_METRIC_ISC_STD]}
     if generated.pooled is None or reference.pooled is None:
         without_images = reference if reference.pooled is None else generated
         marks.append(f"no kid, precision, recall: {without_images.origin} has statistics only, no images")
         return Scores(values, marks)
     subset = min(KID_SUBSET, len(generated.pooled), len(reference.pooled))
-    kid: dict[str, Any] = {"kid_subset_size": subset, "rng_seed": seed, "verbose": False}
     if subset > 1:
-        metrics = kid_features_to_metric(generated.pooled.double(), reference.pooled.double(), **kid)
+        metrics = kid_features_to_metric(
+            generated.pooled.double(), reference.pooled.double(), kid_subset_size=subset, rng_seed=seed, verbose=False
+        )
         values |= {"kid": metrics[KEY_METRIC_KID_MEAN], "kid_std": metrics[KEY_METRIC_KID_STD]}
     # Precision and recall need three neighbors of each image.
     if min(len(generated.pooled), len(reference.pooled)) > 4:
