@@ -38,7 +38,6 @@ class FetchAhead:
         last = len(shards) - 1 - np.unique(shards[::-1], return_index=True)[1]
         order = np.argsort(first)
         self._numbers, self._last = numbers[order], last[order]
-        self._next = int(self._last.min(initial=len(shards))) + 1
         self._stop, self._changed = threading.Event(), threading.Condition()
         self._wanted: list[Path] = []
         self._threads: list[threading.Thread] = []

@@ -127,13 +127,13 @@ class ShardCache:
             with written_whole(file) as aside:
                 aside.write_bytes(content)
 
-    def _folder(self, folder: Path) -> Path:
-        """Create a folder of the cache if it does not exist, check that it belongs to this user, and return its path.
+    def _folder(self, folder: Path) -> None:
+        """Create a folder of the cache if it does not exist, and check that it belongs to this user.
 
         Raises:
             ForeignFileError: if the folder is a symbolic link, or belongs to a different user.
         """
-        return own_folder(folder, self.folder.parent)
+        own_folder(folder, self.folder.parent)
 
     @contextmanager
     def open(self, path: Path) -> Iterator[int]:

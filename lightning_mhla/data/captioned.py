@@ -211,7 +211,7 @@ class FolderFiles(UncaptionedFiles, CaptionedFiles):
         self._lines = self._read_metadata()
         # keyed by the extension in lower case, as for the images; 1.txt comes after 1.TXT in the list and replaces it
         self._captions = {(path.with_suffix(""), path.suffix.lower().lstrip(".")): path for path in self._caption_paths}
-        self._mention_orphans(self._caption_paths)
+        self._mention_orphans()
 
     @override
     def member(self, index: int, extensions: Sequence[str]) -> tuple[str, bytes]:
@@ -251,8 +251,9 @@ class FolderFiles(UncaptionedFiles, CaptionedFiles):
             result.append(Origin(str(path.relative_to(self.folder)), files, note))
         return result
 
-    def _mention_orphans(self, captions: Sequence[Path]) -> None:
+    def _mention_orphans(self) -> None:
         """Warn about captions of missing images or videos, and about ``.txt`` files that ``metadata.jsonl`` overrides."""
+        captions = self._caption_paths
         stems = {path.with_suffix("") for path in self.paths}
         orphans = sorted(path.name for path in captions if path.with_suffix("") not in stems)
         orphans += sorted(path.name for path in set(self._lines) - set(self.paths))
@@ -308,24 +309,6 @@ def parse_captions(data: bytes, extension: str, key: str, where: str) -> list[st
     except ValueError as error:
         raise BrokenSampleError(str(error)) from error
     return _checked([content] if extension == TEXT else _listed(content, key, where), where)
-
-
-def parse_caption(data: bytes, extension: str, key: str, where: str) -> str:
-    """Parse the only caption of a sample from the content of a ``.txt`` or ``.json`` file.
-
-    Args:
-        data: content of the file.
-        extension: ``"txt"`` or ``"json"``.
-        key: JSON key of the caption in a ``.json`` file.
-        where: location of the sample, for error messages.
-
-    Raises:
-        BrokenSampleError: if the file does not contain exactly one valid caption.
-    """
-    captions = parse_captions(data, extension, key, where)
-    if len(captions) > 1:
-        raise BrokenSampleError(f"{where}: .{extension} holds {len(captions)} captions, not one")
-    return captions[0]
 
 
 def caption_members(captions: Sequence[str]) -> dict[str, bytes]:

@@ -157,7 +157,7 @@ STOPS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 """Signals that stop a run."""
 
 
-def outlive_signals(worker: int = 0) -> None:
+def outlive_signals(worker: int) -> None:
     """Let a worker process continue for 120 seconds after a stop signal, unless its parent process sent the signal.
 
     Ctrl+C and many schedulers send SIGINT, SIGTERM or SIGUSR1 to all processes of a group. If worker processes ended at once,

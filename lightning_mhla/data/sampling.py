@@ -83,7 +83,7 @@ def grouped_order(order: np.ndarray, groups: np.ndarray, batch: int) -> np.ndarr
 
 
 def training_batches(
-    order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray | None = None
+    order: np.ndarray, epoch: int, batch: int, rank: int, world: int, copies: np.ndarray
 ) -> Iterator[list[Ticket]]:
     """Yield the samples that this process reads from each training batch of an epoch.
 
@@ -95,16 +95,15 @@ def training_batches(
         batch: number of samples in a batch, summed over all processes.
         rank: rank of this process.
         world: number of processes.
-        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64; None if no sample occurs twice.
+        copies: number of earlier occurrences of each sample in the epoch, ``[n]`` int64.
 
     Yields:
         List of ``batch // world`` tickets, each a request to read one sample.
     """
     share = batch // world
-    numbers = np.zeros(len(order), np.int64) if copies is None else copies
     for start in range(rank * share, len(order) // batch * batch, batch):
         part = slice(start, start + share)
-        yield [Ticket(epoch, int(i), copy=int(n)) for i, n in zip(order[part], numbers[part], strict=True)]
+        yield [Ticket(epoch, int(i), copy=int(n)) for i, n in zip(order[part], copies[part], strict=True)]
 
 
 def repeated(order: np.ndarray, repeats: int) -> tuple[np.ndarray, np.ndarray]:

@@ -75,14 +75,14 @@ def hide_ticks(axis: Axes) -> None:
         one_axis.set_visible(bool(one_axis.get_label_text()))
 
 
-def set_title(figure: Figure, text: str, size: float = 10) -> None:
+def set_title(figure: Figure, text: str) -> None:
     """Write a title above all plots of a figure, in as many lines as its width requires.
 
     Args:
         figure: figure without a title.
         text: title, without markup.
-        size: font size in points.
     """
+    size = 10  # in points
     characters = int(figure.get_figwidth() * 72 / (size * 0.55))  # a character is about 0.55 times as wide as high
     lines = textwrap.wrap(text, max(characters, 12))
     figure.suptitle("\n".join(lines), fontsize=size, parse_math=False)

@@ -58,15 +58,15 @@ DTYPES = (np.float16, np.float32, np.float64, np.uint8, np.uint16, np.uint32, np
 """Dtypes of the arrays that are read."""
 
 
-def reason(error: BaseException, length: int = 200) -> str:
-    """Return the first line of an error's message, truncated to ``length`` characters.
+def reason(error: BaseException) -> str:
+    """Return the first line of an error's message, truncated to 200 characters.
 
     Unprintable characters become question marks. If the first line ends in a colon, the second line is appended. If the message
     is empty, the name of the error's class is returned.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
-    return "".join(sign if sign.isprintable() else "?" for sign in text)[:length]
+    return "".join(sign if sign.isprintable() else "?" for sign in text)[:200]
 
 
 def check_size(path: Path, most: int) -> None:

@@ -107,7 +107,7 @@ def test_evaluation_sees_every_sample_once_in_equally_many_batches(samples: int,
 @given(samples=st.integers(12, 60), world=st.sampled_from([1, 2, 3, 4]))
 def test_a_global_batch_is_the_same_on_any_number_of_processes(samples: int, world: int) -> None:
     order = epoch_order([samples], 0, 0)
-    plans = [list(training_batches(order, 0, 12, rank, world)) for rank in range(world)]
+    plans = [list(training_batches(order, 0, 12, rank, world, np.zeros_like(order))) for rank in range(world)]
     for number, shares in enumerate(zip(*plans, strict=True)):
         together = [ticket.index for share in shares for ticket in share]
         assert together == order[number * 12 : (number + 1) * 12].tolist()

@@ -25,7 +25,7 @@ from mhla_tasks.text_to_image.data import CaptionedImageShards, ImageLatentShard
 from PIL import Image
 
 from lightning_mhla.data import BrokenSampleError
-from lightning_mhla.data.captioned import FolderFiles, caption_members, parse_caption
+from lightning_mhla.data.captioned import FolderFiles, caption_members, parse_captions
 from lightning_mhla.data.images import EXTENSIONS, LabelledFolder, decode_image
 from lightning_mhla.data.loader import Progress
 
@@ -286,7 +286,7 @@ def test_several_captions_are_all_encoded(several: Path, tmp_path: Path) -> None
     ids=["bom", "utf-16", "u2028", "crlf", "accent"],
 )  # fmt: skip
 def test_captions_of_other_editors(data: bytes, caption: str, tmp_path: Path) -> None:
-    assert parse_caption(data, "txt", "caption", "x") == caption
+    assert parse_captions(data, "txt", "caption", "x") == [caption]
     save(tmp_path, ["a.png"])
     (tmp_path / "a.txt").write_bytes(data)
     assert FolderFiles(tmp_path, EXTENSIONS, "caption").captions(0) == [caption]
@@ -299,18 +299,17 @@ def test_captions_of_other_editors(data: bytes, caption: str, tmp_path: Path) ->
         (b"\x89PNG\r\n\x1a\n\0\0", "txt", r"x: \.txt"), (b'{"caption": ["a", ""]}', "json", "holds an empty caption"),
         (b'{"caption": ["a", 3]}', "json", "holds a caption that is not text: '3'"),
         (b'{"caption": "\\ud83d"}', "json", "holds a caption that is not text"), (b"[]", "json", "holds an empty caption"),
-        (b'{"caption": ["a", "b"]}', "json", "holds 2 captions, not one"),
     ],
 )  # fmt: skip
 def test_captions_that_cannot_be_read(data: bytes, extension: str, message: str) -> None:
     with pytest.raises(BrokenSampleError, match=message):
-        parse_caption(data, extension, "caption", "x")
+        parse_captions(data, extension, "caption", "x")
 
 
 @pytest.mark.parametrize("caption", ["a cat", "a\0cat", "\ufeffa cat", "%PDF-1.7 on a screen", "BZh in café"])
 def test_a_packed_caption_is_read_as_it_was(caption: str) -> None:
     [(extension, data)] = caption_members([caption]).items()
-    assert parse_caption(data, extension, "caption", "x") == caption
+    assert parse_captions(data, extension, "caption", "x") == [caption]
     assert extension == ("txt" if caption == "a cat" else "json")
 
 
