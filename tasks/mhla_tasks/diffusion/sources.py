@@ -78,20 +78,18 @@ class LatentSamples:
             keep the labels of the shards.
 
     Raises:
-        ValueError: if the shards hold latents of a different size or no latents, their manifest does not state a valid factor
-            by which to multiply them, or ``flip`` is not between 0 and 1.
+        ValueError: if the shards hold latents of a different size or no latents, or their manifest does not state a valid
+            factor by which to multiply them.
         FileNotFoundError: if the manifest of the shards is missing.
     """
 
     def __init__(
-        self, reader: ShardReader, sample_size: int, num_classes: int, flip: float, labels: Sequence[int] | None = None
+        self, reader: ShardReader, sample_size: int, num_classes: int, flip: float, labels: Sequence[int] | None
     ) -> None:
         self.labels = labels
         self.reader, self.sample_size, self.num_classes, self.flip = reader, sample_size, num_classes, flip
         self.shard_sizes: Sequence[int] = reader.shard_sizes
         self.scale = latent_scale(reader)
-        if not 0 <= flip <= 1:
-            raise ValueError(f"flip={flip} must lie between 0 and 1")
         readable = reader.first_readable(lambda index: self._moments(index, LATENT).shape[-1])
         if readable is not None:
             index, side = readable

@@ -53,7 +53,7 @@ def beginnings(
         clips: maximum number of videos; None for all.
 
     Raises:
-        ValueError: if a video has too few frames, ``clips`` is below 1, or ``fps`` is not positive.
+        ValueError: if a video has too few frames, or ``clips`` is below 1.
         BrokenSampleError: if a video cannot be read.
     """
     model = getattr(trainer, "lightning_module", None)

@@ -79,15 +79,11 @@ class UncaptionedClips:
         fps: number of frames to take per second of video; None to take consecutive frames.
         channels: 3 for color, 1 for gray.
         anywhere: whether clips are cut from a random position instead of the middle of a video.
-
-    Raises:
-        ValueError: if ``fps`` is not positive.
     """
 
     def __init__(
         self, files: SampleFiles, size: tuple[int, int, int], fps: float | None, channels: int, anywhere: bool = False
     ) -> None:
-        check_range(above=0, fps=fps)
         self.files, self.shard_sizes = files, files.shard_sizes
         self.size, self.fps, self.channels, self.anywhere = size, fps, channels, anywhere
 
@@ -147,7 +143,7 @@ class Beginnings:
         limit: maximum number of videos; None for all.
 
     Raises:
-        ValueError: if a video has fewer than ``least`` frames, ``limit`` is below 1, or ``fps`` is not positive.
+        ValueError: if a video has fewer than ``least`` frames, or ``limit`` is below 1.
         BrokenSampleError: if a video cannot be read.
     """
 
@@ -161,7 +157,6 @@ class Beginnings:
         limit: int | None,
     ) -> None:
         check_range(least=1, clips=limit)
-        check_range(above=0, fps=fps)
         count = sum(files.shard_sizes)
         self.shard_sizes: Sequence[int] = [count if limit is None else min(limit, count)]
         self.files, self.size, self.fps, self.channels = files, size, fps, channels

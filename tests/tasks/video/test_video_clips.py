@@ -20,7 +20,7 @@ from mhla_tasks.video.clips import check_video, cover, read_clip, to_frames, to_
 from mhla_tasks.video.continuation import ContinuationSampling
 from mhla_tasks.video.digits import MOVES, NAMES, MovingDigitSamples, every_caption, render
 from mhla_tasks.video.sampling import WanSamplingConfig
-from mhla_tasks.video.sources import CaptionedClips, UncaptionedClips
+from mhla_tasks.video.sources import CaptionedClips
 from wan import make_shard, shard_clips
 
 from lightning_mhla.data import BrokenSampleError, ShardReader
@@ -274,7 +274,6 @@ def test_impossible_rates_are_refused(fps: float) -> None:
     nothing: Any = None
     for make in (
         lambda: CaptionedClips(nothing, 4, 8, 8, fps),
-        lambda: UncaptionedClips(nothing, (4, 8, 8), fps, 1),
         lambda: WanSamplingConfig(fps=fps),
         lambda: ContinuationSampling(fps=fps),
     ):
