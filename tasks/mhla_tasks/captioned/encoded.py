@@ -52,7 +52,7 @@ def read_manifest(sets: ShardSets) -> dict[str, Any]:
         The options by name; an empty dict if the file does not exist.
     """
     manifest = beside_shard(sets.find("train")[0], "manifest.json")
-    return dict(read_json(manifest)) if manifest.is_file() else {}
+    return read_json(manifest) if manifest.is_file() else {}
 
 
 def encoded_length(sets: ShardSets, default: int) -> int:
@@ -77,7 +77,7 @@ def check_captions(sets: ShardSets, stage: str) -> None:
         ValueError: if a manifest records a different number of tokens, or a different instruction inserted before captions.
     """
     first = read_manifest(sets)
-    for manifest in sorted({beside_shard(shard, "manifest.json") for shard in sets.find(stage)}):
+    for manifest in sets.manifests(stage):
         options = read_json(manifest) if manifest.is_file() else {}
         for name in CAPTION_OPTIONS:
             if name in first and name in options and options[name] != first[name]:

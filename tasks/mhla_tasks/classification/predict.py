@@ -85,4 +85,4 @@ def _cell(name: str) -> str:
     """Escape a name for a CSV cell, so that it fits on one line and spreadsheets do not evaluate it as a formula."""
     line = without_controls(name)
     number = re.fullmatch(r"[+-]?\d+(\.\d+)?", line)
-    return f"'{line}" if line[:1] in tuple("=+-@") and line and not number else line
+    return f"'{line}" if line[:1] in tuple("=+-@") and not number else line

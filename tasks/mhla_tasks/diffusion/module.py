@@ -129,7 +129,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
             attention,
             layer_kinds=layer_kinds,
             size=size,
-            dig=None if dig is None else as_dataclass(DiGConfig, dig),
+            dig=dig,
             out_channels=channels * (2 if process.learns_sigma else 1),
             checkpointing=self.training_options.checkpointing,
             **asdict(as_dataclass(DiTShape, shape, "shape")),

@@ -159,7 +159,7 @@ class VideoContinuation(GenerativeModule):
         self.network = FrameTransformer(
             height,
             width,
-            as_dataclass(AttentionConfig, attention),
+            attention,
             channels=channels,
             frames=frames,
             layer_kinds=layer_kinds,
