@@ -24,8 +24,10 @@ from lightning_mhla.swap.diffusers_cross import DiffusersCross
 from lightning_mhla.swap.diffusers_grid import (
     UNSUPPORTED,
     GridProcessor,
+    block_modules,
     check_modules,
     merge_heads,
+    original_processor,
     put_processors,
     split_heads,
 )
@@ -130,8 +132,7 @@ def attention_layers(model: nn.Module) -> list[Any]:
     Raises:
         ValueError: if the model has no transformer blocks, or if a block does not have a self-attention module named ``attn1``.
     """
-    blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
-    layers = [getattr(block, "attn1", None) for block in blocks]
+    layers = block_modules(model, "attn1")
     if not layers or any(not all(hasattr(layer, part) for part in HOST_PARTS) for layer in layers):
         raise ValueError(
             f"{type(model).__name__} is not a diffusers transformer with self-attention attn1 in each of its blocks, such as "
@@ -152,8 +153,8 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
         ValueError: if the model's class is not supported, if the model masks attention between frames, or if an attention
             module has an unsupported processor, option or norm.
     """
-    supported_class = next((base.__name__ for base in type(model).__mro__ if base.__name__ in PROCESSORS), None)
-    if supported_class is None:
+    processor = original_processor(model, PROCESSORS)
+    if processor is None:
         raise ValueError(
             f"{type(model).__name__} calls its attention in ways that swapped attention does not support (text among the "
             f"tokens, different rotary angles or inputs); supported are {', '.join(PROCESSORS)} and classes derived from "
@@ -163,7 +164,7 @@ def check_supported(model: Any, hosts: Mapping[int, Any]) -> None:
         raise ValueError(
             f"num_frame_per_block={frames} masks attention between frames, which swapped attention does not support"
         )
-    check_modules("attn1", hosts, PROCESSORS[supported_class], {**UNSUPPORTED, "is_cross_attention": False})
+    check_modules("attn1", hosts, processor, {**UNSUPPORTED, "is_cross_attention": False})
 
 
 class DiffusersHost(HostLibrary):
@@ -195,8 +196,7 @@ class DiffusersHost(HostLibrary):
     ) -> dict[int, Attention]:
         rotary = _rotates(model)
         configs = {index: replace(config, rotary=rotary) for index, config in configs.items()}
-        swapped: dict[int, Attention] = put_processors(model, layers, configs, SwappedAttention)
-        return swapped
+        return put_processors(model, layers, configs, SwappedAttention)
 
     @override
     def holder(self, layer: Any) -> Any:

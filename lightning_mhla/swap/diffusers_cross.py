@@ -26,8 +26,10 @@ from lightning_mhla.attention import (
 from lightning_mhla.swap.diffusers_grid import (
     UNSUPPORTED,
     GridProcessor,
+    block_modules,
     check_modules,
     merge_heads,
+    original_processor,
     put_processors,
     split_heads,
 )
@@ -198,13 +200,13 @@ class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
     @override
     def layers(self, model: Any) -> list[Any]:
         name = type(model).__name__
-        if _processor(model) is None:
+        if original_processor(model, CROSS_PROCESSORS) is None:
             raise ValueError(
                 f"{name} calls its cross-attention in ways that are not supported; cross-attention can be swapped in "
                 f"{', '.join(CROSS_PROCESSORS)} and classes derived from them; for your own model use "
                 "lightning_mhla.MHLACrossAttention"
             )
-        layers = _cross_layers(model)
+        layers = block_modules(model, "attn2")
         if not layers or any(layer is None for layer in layers):
             raise ValueError(f"{name} has blocks without cross-attention (attn2); leave out cross=True")
         return layers
@@ -217,30 +219,19 @@ class DiffusersCross(LayerGroup[CrossAttention, CrossAttentionConfig]):
 
     @override
     def check(self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]) -> None:
-        check_modules("attn2", layers, str(_processor(model)), {**UNSUPPORTED, "norm_cross": None})
+        processor = str(original_processor(model, CROSS_PROCESSORS))
+        check_modules("attn2", layers, processor, {**UNSUPPORTED, "norm_cross": None})
 
     @override
     def replace(
         self, model: Any, layers: Mapping[int, Any], configs: Mapping[int, CrossAttentionConfig]
     ) -> dict[int, CrossAttention]:
-        swapped: dict[int, CrossAttention] = put_processors(model, layers, configs, SwappedCrossAttention)
-        return swapped
+        return put_processors(model, layers, configs, SwappedCrossAttention)
 
     @override
     def candidates(self, model: Any) -> list[Any]:
-        return _cross_layers(model)
+        return block_modules(model, "attn2")
 
     @override
     def holder(self, layer: Any) -> Any:
         return getattr(layer, "processor", None)
-
-
-def _processor(model: Any) -> str | None:
-    """Return the class name of the original processor of ``attn2`` in a supported model; None for other models."""
-    names = (base.__name__ for base in type(model).__mro__)
-    return next((CROSS_PROCESSORS[name] for name in names if name in CROSS_PROCESSORS), None)
-
-
-def _cross_layers(model: Any) -> list[Any]:
-    blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
-    return [getattr(block, "attn2", None) for block in blocks]

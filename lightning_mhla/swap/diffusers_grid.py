@@ -63,6 +63,23 @@ class InputGrid(TokenGrid):
         self.enter(tuple(size // step for size, step in zip(args[0].shape[2:], patch, strict=True)))
 
 
+def block_modules(model: nn.Module, name: str) -> list[Any]:
+    """Return the attribute ``name`` of each transformer block of a diffusers model; None for blocks that do not have it."""
+    blocks = getattr(model, "blocks", None) or getattr(model, "transformer_blocks", None) or []
+    return [getattr(block, name, None) for block in blocks]
+
+
+def original_processor(model: nn.Module, processors: Mapping[str, str]) -> str | None:
+    """Return the class name of the attention processor that the new attention replaces; None for unsupported models.
+
+    Args:
+        model: diffusers model.
+        processors: class name of the processor, by name of the model's class or of one of its base classes.
+    """
+    names = (base.__name__ for base in type(model).__mro__)
+    return next((processors[name] for name in names if name in processors), None)
+
+
 def split_heads(x: Tensor, norm: Any, width: int) -> Tensor:
     """Split projected queries, keys or values into heads, and normalize them.
 
@@ -143,7 +160,9 @@ def build_for(layer: Any, config: AttentionConfig, axes: int) -> Any:
     )
 
 
-def put_processors(model: Any, layers: Mapping[int, Any], configs: Mapping[int, Any], kind: type[GridProcessor]) -> Any:
+def put_processors(
+    model: Any, layers: Mapping[int, Any], configs: Mapping[int, Any], kind: type[GridProcessor]
+) -> dict[int, Any]:
     """Replace the processors of attention modules with new ones, in place. The model is unchanged if an exception is raised.
 
     Args:
