@@ -17,13 +17,15 @@ log = logging.getLogger(__name__)
 
 Features = Literal["relu", "elu", "softplus", "sana", "identity", "learned"]
 GateActivation = Literal["silu", "identity"]
+MixingKind = Literal["dense", "exponential"]
+MixingInit = Literal["locality", "uniform"]
 Causal = bool | Literal["block"]
 """Tokens that a token attends to: False for all; True for itself and earlier ones; ``"block"`` for those of its own block and
 of earlier blocks (block-causal attention)."""
 
 CHOICES = {
-    "mixing": ("dense", "exponential"),
-    "mixing_init": ("locality", "uniform"),
+    "mixing": get_args(MixingKind),
+    "mixing_init": get_args(MixingInit),
     "feature_map": get_args(Features),
     "gate_activation": get_args(GateActivation),
 }
@@ -102,9 +104,9 @@ class AttentionConfig:
     kind: str = "mhla"
     block_grid: list[int] | None = None
     block_size: int | None = None
-    mixing: Literal["dense", "exponential"] = "dense"
+    mixing: MixingKind = "dense"
     mixing_terms: int = 4
-    mixing_init: Literal["locality", "uniform"] = "locality"
+    mixing_init: MixingInit = "locality"
     mixing_per_head: bool = False
     mixing_trainable: bool = True
     mixing_min_decay: float = 1e-5

@@ -11,12 +11,12 @@ from mhla_kernels.blocks import is_dynamic
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_mhla.attention.config import MixingInit
 from lightning_mhla.attention.layout import BlockLayout
 from lightning_mhla.attention.mixing import (
     LOWER,
     ExponentialCoefficients,
     FreeCoefficients,
-    MixingInit,
     bounded,
     check_init,
     for_heads,
@@ -185,7 +185,7 @@ class ExponentialCrossCoefficients(ExponentialCoefficients):
             keys: number of context blocks along each axis.
             first: number of query blocks before these, for a later part of a sequence.
         """
-        mixing = super().forward(None if self.grid is None else keys)
+        mixing = super().forward(keys)
         built = [layout.block_grid for layout in self.layouts] if self.sequence else [queries, keys]
         # [..., terms, axes], also for a sequence
         terms: Any = mixing.decay[..., None] if self.grid is None else mixing.decay

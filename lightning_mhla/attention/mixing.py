@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
 
 import torch
 from mhla_kernels import ExponentialMixing, extend_mixing, resize_mixing
@@ -14,6 +13,7 @@ from mhla_kernels.mixing import MixingLike
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_mhla.attention.config import MixingInit
 from lightning_mhla.attention.layout import BlockLayout
 
 LOWER, UPPER = 1e-5, 1.0
@@ -24,8 +24,6 @@ SLOWEST, FASTEST = 0.05, 2.5
 
 LARGEST_DECAY = 20.0
 """Largest decay per block of exponential mixing. At this decay, the next block has weight 2e-9."""
-
-MixingInit = Literal["locality", "uniform"]
 
 
 def bounded(values: Tensor, low: float = LOWER, high: float = UPPER) -> Tensor:
@@ -459,7 +457,7 @@ class ExponentialCoefficients(MixingCoefficients):
         """
         grid = (self.blocks,) if self.grid is None else self.grid
         scale = decay.new_tensor([old / new for old, new in zip(grid, block_grid, strict=True)])
-        return self._inside(decay) * (scale[0] if self.grid is None else scale)
+        return self._inside(decay) * scale
 
     @override
     def matrix(self) -> Tensor:
