@@ -18,12 +18,9 @@ from lightning_mhla.recurrence import gated_linear_attention
 
 @dataclass(frozen=True)
 class GLAOptions(RecurrentOptions):
-    """Options of gated linear attention.
+    """Options of gated linear attention, in addition to those of :class:`RecurrentOptions`.
 
     Args:
-        direction: direction in which bidirectional attention reads the tokens: both (sum of a forward and a backward
-            recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
-        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         decay_rank: rank of the projection from tokens to decays.
         decay_divisor: number by which the log-decays are divided. A larger number makes the initial decays closer to 1.
 

@@ -24,13 +24,9 @@ from lightning_mhla.recurrence import state_space_dual
 
 @dataclass(frozen=True)
 class Mamba2Options(ConvolvedOptions):
-    """Options of the mixer layer of Mamba-2.
+    """Options of the mixer layer of Mamba-2, in addition to those of :class:`ConvolvedOptions`.
 
     Args:
-        direction: direction in which a bidirectional layer reads the tokens: both (sum of a forward and a backward recurrence),
-            alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
-        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
-        conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
         groups: number of key heads (B) and query heads (C), a divisor of the number of heads. None means the layer's
             ``key_value_heads`` if it is smaller than the number of heads, otherwise 1.
     """

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from mhla_kernels.backend import Backend
+from mhla_kernels.generation import mask_of_counts
 from torch import Tensor, nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -44,12 +45,9 @@ class RecurrentOptions:
 
 @dataclass(frozen=True)
 class ConvolvedOptions(RecurrentOptions):
-    """Options of recurrent kinds of attention that begin with a short convolution.
+    """Options of recurrent kinds of attention that begin with a short convolution, in addition to :class:`RecurrentOptions`.
 
     Args:
-        direction: direction in which bidirectional attention reads the tokens: both (sum of a forward and a backward
-            recurrence), alternate (forward in layers with even index, backward in layers with odd index), forward or backward.
-        backend: torch, triton (the kernels of fla-core, which need a GPU), or auto (triton if possible, otherwise torch).
         conv: width in tokens of the causal convolution of queries, keys and values; 0 for no convolution.
 
     Raises:
@@ -250,18 +248,13 @@ class RecurrentAttention(Attention):
         self, inputs: AttentionInputs, state: RecurrentState | None, counts: Sequence[int]
     ) -> tuple[Tensor, RecurrentState]:
         check_state(state, RecurrentState, self.config.kind)
-        batch, tokens = inputs.x.shape[:2]
-        real = None
-        if any(count < tokens for count in counts):
-            position = torch.arange(tokens, device=inputs.x.device)
-            real = position < torch.tensor(counts, device=inputs.x.device)[:, None]
         last = None if state is None else state.last
-        operands = self._prepared(inputs, real, last, None)
+        operands = self._prepared(inputs, mask_of_counts(counts, inputs.x), last, None)
         memory = None if state is None else state.memory
         out, memory = self.recur(operands, initial_state=memory, backend=self.options.backend)
         if self.conv is not None:
             last = self.conv.carry(self._joined(inputs), last, counts)
-        previous_lengths = (0,) * batch if state is None else state.lengths
+        previous_lengths = (0,) * len(counts) if state is None else state.lengths
         lengths = tuple(a + b for a, b in zip(previous_lengths, counts, strict=True))
         return self.skip(out, operands), RecurrentState(lengths, memory, last, self.config.kind)
 
