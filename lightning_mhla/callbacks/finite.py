@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from lightning_mhla.callbacks.seeding import StepSeed
+from lightning_mhla.system.folders import gather_rows
 from lightning_mhla.system.processes import Agreement
 from lightning_mhla.system.sharding import is_shard
 from lightning_mhla.system.torch_private import tree_leaves
@@ -115,7 +116,7 @@ class FiniteWatch(Callback):
         problem = (
             f"the loss is {float(loss)}" if loss is not None and not loss.isfinite() else "the gradient is not finite"
         )
-        cause = _everywhere(explain(trainer, pl_module, batch, batch_idx), trainer.world_size)
+        cause = _everywhere(trainer, explain(trainer, pl_module, batch, batch_idx))
         if cause == NOT_AGAIN and getattr(trainer.precision_plugin, "scaler", None) is not None:
             return  # only the scaled gradients overflowed: with 16-mixed, the scaler skips the step and lowers its scale
         message = f"{problem} at step {trainer.global_step}: {cause}"
@@ -196,24 +197,20 @@ def explain(trainer: Trainer, module: LightningModule, batch: Any, batch_idx: in
     return None
 
 
-def _everywhere(where: str | None, processes: int) -> str:
+def _everywhere(trainer: Trainer, where: str | None) -> str:
     """Gather the results of :func:`explain` from all processes, and choose the first in rank order that is not None.
 
     Args:
+        trainer: trainer of the run.
         where: result of :func:`explain` on this process.
-        processes: number of processes.
 
     Returns:
         The chosen phrase, the same on every process. With several processes, it ends with the rank of the process that reported
         it. If all results are None, the phrase only says that the problem did not recur when the step was repeated.
     """
-    answers: list[str | None] = [where]
-    if processes > 1:
-        answers = [None] * processes
-        dist.all_gather_object(answers, where)
-    for rank, answer in enumerate(answers):
+    for rank, answer in enumerate(gather_rows(trainer, [where])):
         if answer is not None:
-            return f"{answer} (process {rank})" if processes > 1 else answer
+            return f"{answer} (process {rank})" if trainer.world_size > 1 else answer
     return NOT_AGAIN
 
 
@@ -262,7 +259,7 @@ def _watched(module: LightningModule, forward: list[str], backward: list[str], f
         if not first_bad:
             (backward if _is_finite(gradient) else first_bad).append(name)
 
-    def note_output(name: str, output: Any) -> None:
+    def note_output(name: str, _: nn.Module, __: Any, output: Any) -> None:
         for tensor in tree_leaves(output):
             if isinstance(tensor, Tensor) and tensor.is_floating_point():
                 if not _is_finite(tensor.detach()):
@@ -270,18 +267,9 @@ def _watched(module: LightningModule, forward: list[str], backward: list[str], f
                 if tensor.requires_grad:
                     tensor.register_hook(lambda gradient: note_gradient(name, gradient))
 
-    handles = [
-        part.register_forward_hook(_forward_hook(name, note_output)) for name, part in module.named_modules() if name
-    ]
+    handles = [part.register_forward_hook(partial(note_output, name)) for name, part in module.named_modules() if name]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _forward_hook(name: str, note: Any) -> Any:
-    def hook(_: nn.Module, __: Any, output: Any) -> None:
-        note(name, output)
-
-    return hook
