@@ -8,8 +8,6 @@ All decisions about when a checkpoint is written, and which one a run resumes fr
 from __future__ import annotations
 
 import logging
-import os
-import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +21,7 @@ from lightning_mhla.callbacks.best import BestCheckpoints, complete, monitored_m
 from lightning_mhla.callbacks.rows import ROW, keep_row, log_again
 from lightning_mhla.checkpoints.choice import lies_in, name_of_start
 from lightning_mhla.checkpoints.io import CHECKPOINTS, LAST, READ_FROM, RECOVERY, read_header
+from lightning_mhla.checkpoints.runs import numbered, step_of
 from lightning_mhla.system.files import give_second_name
 from lightning_mhla.system.folders import checkpoint_folder, run_folder
 from lightning_mhla.system.lightning_private import (
@@ -223,13 +222,14 @@ class Recovery(Checkpoint):
             - ``finished``: whether training is over.
             - ``plan``: result of :meth:`BestCheckpoints.plan`.
         """
-        history = {
+        return {
             "started_from": self.started_from,
             "validated_step": self._best.validated_step,
             "validation_metrics": sorted(self._best.validation_metrics),
             "stops": list(self._stops),
+            "finished": self._finished,
+            "plan": self._plan,
         }
-        return {**history, "finished": self._finished, "plan": self._plan}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned, except ``finished`` and ``plan``."""
@@ -342,12 +342,6 @@ def _move_to_end(trainer: Trainer, callback: Callback) -> None:
     trainer.callbacks = [item for item in callbacks if item is not callback] + [callback]  # type: ignore[attr-defined]
 
 
-def step_of(path: Path) -> int | None:
-    """Parse the optimizer step from a file name such as ``step=00000123.ckpt``. Return None for any other name."""
-    match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
-    return int(match[1]) if match else None
-
-
 def set_aside(folder: Path, step: int, everything: bool = False) -> None:
     """Move checkpoints of steps after ``step`` to a new folder, so that no later start of the run resumes from them.
 
@@ -372,10 +366,7 @@ def set_aside(folder: Path, step: int, everything: bool = False) -> None:
     moved = [*later, *(path for path in sorted(best) if (header := _header(path)) and header["global_step"] > latest)]
     if not moved:
         return
-    number = 1
-    # Not `exists`, which is False for a broken link.
-    while os.path.lexists(target := folder / f"set-aside-{number}"):
-        number += 1
+    target = numbered(folder / "set-aside")
     for path in moved:
         (target / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
         path.rename(target / path.relative_to(folder))

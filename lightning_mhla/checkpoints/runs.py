@@ -110,7 +110,7 @@ class RunFolder:
         """Copy the user's ``config.yaml`` to an unused name before the run overwrites the file with a list of all options."""
         config = self.path / CONFIG
         if config.is_file() and not _head(config).startswith(WRITTEN_BY_LIGHTNING):
-            _numbered(config).write_bytes(config.read_bytes())
+            numbered(config).write_bytes(config.read_bytes())
 
     def _tidy(self) -> None:
         """Clean up after a killed process: remove unfinished files, and restore a checkpoint that was being replaced."""
@@ -165,7 +165,7 @@ def is_run(path: Path) -> bool:
         return True
     if os.path.lexists(path / LOCK) and not _is_blank(path / LOCK):
         return False
-    if any(re.fullmatch(r"step=\d{8,}\.ckpt", file.name) for file in (path / CHECKPOINTS / RECOVERY).glob("*.ckpt")):
+    if any(step_of(file) is not None for file in (path / CHECKPOINTS / RECOVERY).glob("*.ckpt")):
         return True
     # Runs of versions without lock files and without the folder `recovery`.
     config = _head(path / CONFIG)
@@ -173,6 +173,12 @@ def is_run(path: Path) -> bool:
         re.search(r"^model:", config, re.MULTILINE) and re.search(r"^(trainer|data):", config, re.MULTILINE)
     )
     return bool(is_config) and any((path / CHECKPOINTS).glob("*.ckpt"))
+
+
+def step_of(path: Path) -> int | None:
+    """Parse the optimizer step from a file name such as ``step=00000123.ckpt``. Return None for any other name."""
+    match = re.fullmatch(r"step=(\d{8,})\.ckpt", path.name)
+    return int(match[1]) if match else None
 
 
 def _is_marked(run: Path) -> bool:
@@ -261,7 +267,7 @@ class LogFiles:
                     self._replaced[options] = options.read_bytes()
                 table = folder / "metrics.csv"
                 if isinstance(logger, CSVLogger) and table.is_file():
-                    self._renamed[table] = table.rename(_numbered(table))
+                    self._renamed[table] = table.rename(numbered(table))
 
     def remove(self, configuration: bool) -> None:
         """Remove the files that the loggers have written, and restore earlier files that were renamed or replaced.
@@ -285,9 +291,10 @@ class LogFiles:
             options.write_bytes(content)
 
 
-def _numbered(file: Path) -> Path:
+def numbered(path: Path) -> Path:
     """Return the first unused numbered variant of a path, such as ``metrics-1.csv`` for ``metrics.csv``."""
-    names = (file.with_stem(f"{file.stem}-{number}") for number in itertools.count(1))
+    names = (path.with_stem(f"{path.stem}-{number}") for number in itertools.count(1))
+    # Not `exists`, which is False for a broken link.
     return next(name for name in names if not os.path.lexists(name))
 
 

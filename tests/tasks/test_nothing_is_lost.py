@@ -23,8 +23,8 @@ from mhla_tasks.video.clips import write_clip
 from PIL import Image
 
 from lightning_mhla.callbacks.best import complete, relocate
-from lightning_mhla.callbacks.recovery import set_aside, step_of
-from lightning_mhla.checkpoints.runs import LogFiles
+from lightning_mhla.callbacks.recovery import set_aside
+from lightning_mhla.checkpoints.runs import LogFiles, step_of
 from lightning_mhla.data.write import shard_writer, write_shards
 from lightning_mhla.generative.images import SampleWriter
 from lightning_mhla.swap.saved import remove_stale
