@@ -168,10 +168,11 @@ def monitored_metrics(trainer: Trainer) -> dict[str, Any]:
         Dict from metric name to a tensor on the CPU. Metrics that have no value yet are left out.
     """
     names = {item.monitor for item in trainer.checkpoint_callbacks if isinstance(item, ModelCheckpoint)}
-    values = {name: value for name, value in trainer.callback_metrics.items() if name in names}
     return {
-        name: torch.as_tensor(value).detach().cpu() for name, value in values.items()
-    }  # a callback may set a number
+        name: torch.as_tensor(value).detach().cpu()  # a callback may set a number
+        for name, value in trainer.callback_metrics.items()
+        if name in names
+    }
 
 
 def _is_second_name(request: Request) -> bool:

@@ -128,9 +128,7 @@ def needs(module: nn.Module, averages: bool, processes: int, optimizer: Optimize
     if averages:  # in float32 at least
         total += sum(_local_bytes(parameter) * max(1, 4 // parameter.element_size()) for parameter in trained)
     if factored:  # CAME stores one moment of a matrix, and only row and column statistics of the other
-        total -= sum(
-            _local_bytes(parameter) for parameter in parameters if parameter.requires_grad and parameter.ndim == 2
-        )
+        total -= sum(_local_bytes(parameter) for parameter in trained if parameter.ndim == 2)
     parts = "weights, gradients" + (f", {name}" if name else "") + (", average" if averages else "")
     count = sum(parameter.numel() for parameter in trained)
     return (

@@ -33,9 +33,8 @@ def original_scores(folder: Path) -> dict[str, float]:
         original model, or if the name of the checkpoint does not show its step.
     """
     config = _options(folder)
-    model, data = config.get("model", {}), config.get("data")
-    options = model.get("init_args") if isinstance(model, Mapping) else None
-    if not isinstance(options, Mapping) or not isinstance(options.get("distillation"), Mapping):
+    options, data = _model_options(config), config.get("data")
+    if not isinstance(options.get("distillation"), Mapping):
         return {}
     start = options.get("pretrained") or options["distillation"].get("teacher")
     original = _run_of(Path(str(start))) if start and "://" not in str(start) else None
@@ -60,9 +59,7 @@ def pretrained_weights(folder: Path) -> str | None:
         The path or name, without access tokens and passwords in a URL; None if there is no readable ``config.yaml``, or if it
         names no weights.
     """
-    model = _options(folder).get("model")
-    options = model.get("init_args") if isinstance(model, Mapping) else None
-    start = options.get("pretrained") if isinstance(options, Mapping) else None
+    start = _model_options(_options(folder)).get("pretrained")
     return redacted(start) if isinstance(start, str) else None
 
 
@@ -88,6 +85,13 @@ def _options(folder: Path) -> Mapping[str, Any]:
     except ValueError:
         content = {}
     return content if isinstance(content, Mapping) else {}
+
+
+def _model_options(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the model in the configuration of a run; an empty mapping if there are none."""
+    model = config.get("model")
+    options = model.get("init_args") if isinstance(model, Mapping) else None
+    return options if isinstance(options, Mapping) else {}
 
 
 def _run_of(path: Path) -> Path | None:

@@ -67,7 +67,7 @@ def write_page(
         _curves(record, points, main),
         _metrics(record),
         _pictures(folder, "Attention", drawn=False),
-        *_text("Configuration", folder / "config.yaml"),
+        _configuration(folder / "config.yaml"),
         f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
     write_whole(folder / PAGE, document(title, "\n".join(part for part in parts if part)))
@@ -271,9 +271,9 @@ def _figure(path: Path) -> str:
     return picture(caption, stored.kind, stored.content, stored.width, stored.dark)
 
 
-def _text(title: str, path: Path) -> list[str]:
+def _configuration(path: Path) -> str:
     if not path.exists():
-        return []
+        return ""
     # Beside a run that was started in Python, the file may be the user's own, with secrets.
     text = html.escape(redact(path.read_text("utf-8", "replace"))[-LONGEST:])
-    return [f"<h2>{title}</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"]
+    return f"<h2>Configuration</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"

@@ -94,13 +94,11 @@ class PeriodicEvaluation(Callback):
         """Return a list with one sentence that says why the run had no evaluation, or an empty list if it had one."""
         if self._evaluated >= 0 or self.at_end:
             return []
-        period = (
-            "every_n_steps is null"
-            if self.every_n_steps is None
-            else f"every_n_steps={self.every_n_steps} is more than"
-        )
-        steps = "" if self.every_n_steps is None else f" the {plural(trainer.global_step, 'step')} of the run"
-        return [f"No {type(self).__name__}: {period}{steps}, and at_end is false."]
+        period = "every_n_steps is null"
+        if self.every_n_steps is not None:
+            steps = plural(trainer.global_step, "step")
+            period = f"every_n_steps={self.every_n_steps} is more than the {steps} of the run"
+        return [f"No {type(self).__name__}: {period}, and at_end is false."]
 
     def log_values(self, trainer: Trainer, prefix: str, values: Mapping[str, float]) -> None:
         """Log metrics under a common prefix to every logger, and add them to the curves of :class:`LearningCurves`, if present.

@@ -127,11 +127,12 @@ class AttentionPictures(Callback):
         Raises:
             ValueError: if the first batch has no sample with the index ``sample``.
         """
-        if batch_idx == dataloader_idx == 0:
-            self._check_sample(batch)
+        if batch_idx or dataloader_idx:
+            return
+        self._check_sample(batch)
         period = (trainer.current_epoch + 1) // self.every_n_epochs
         not_due = trainer.state.fn == "fit" and period <= self._period
-        if batch_idx or dataloader_idx or trainer.sanity_checking or not_due or _shares_sequences(pl_module):
+        if trainer.sanity_checking or not_due or _shares_sequences(pl_module):
             return
         self._period = period
         self._watch(pl_module)

@@ -166,7 +166,7 @@ class RunReport(Callback):
             if isinstance(callback, ModelCheckpoint) and finite:
                 choose = min if callback.mode == "min" else max
                 step, value = choose(finite, key=lambda point: point[1])
-                best = {"metric": callback.monitor, "mode": callback.mode, "value": _number(value), "step": step}
+                best = {"metric": callback.monitor, "mode": callback.mode, "value": float(value), "step": step}
                 score = callback.best_model_score
                 # The best value has a file only if a ModelCheckpoint saved at that validation.
                 if callback.best_model_path and score is not None and float(score) == value:
