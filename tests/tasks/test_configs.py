@@ -238,7 +238,7 @@ def test_augmentation_of_the_imagenet_recipe_takes_every_image() -> None:
     """RandAugment asks Pillow for zero bits, once in some hundred images, which newer versions of Pillow reject."""
     from mhla_tasks.classification import ImageNetShards
 
-    transform = ImageNetShards("a.tar", "b.tar", image_size=32)._transform(train=True)
+    transform = ImageNetShards("a.tar", "b.tar", image_size=32)._augmented()
     torch.manual_seed(0)
     np.random.seed(0)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 50, 3), dtype=np.uint8))

@@ -169,7 +169,8 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
         self.shards: ShardSets = ShardSets(train, val, self.shard_options)
         self.channels = channels
         self.image_size, self.mean, self.std = image_size, tuple(mean), tuple(std)
-        self._preprocessing = Preprocessing(image_size, channels, crop_share, self.mean, self.std)
+        # of images in validation, test and prediction
+        self.preprocessing = Preprocessing(image_size, channels, crop_share, self.mean, self.std)
         self.augment = as_dataclass(AugmentConfig, augment)
         self.repeats = self.augment.repeats
         self.predict_dir = predict_dir
@@ -177,27 +178,15 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
     @override
     def source(self, stage: str) -> SampleSource:
         if stage == "predict":
-            return FolderImages(_predict_folder(self.predict_dir), self._transform(train=False))
-        transform, classes = self._transform(train=stage == "train"), self.stage_classes(stage)
-        return labelled_images(self.shards, stage, transform, self.num_classes, classes)
-
-    @property
-    def preprocessing(self) -> Preprocessing:
-        """Preprocessing of images in validation, test and prediction: resizing, central crop and normalization."""
-        return self._preprocessing
-
-    def _transform(self, train: bool) -> Any:
-        if not train:
-            return self.preprocessing
-        transform = self._augmented()
-        return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
+            return FolderImages(_predict_folder(self.predict_dir), self.preprocessing)
+        transform = self._augmented() if stage == "train" else self.preprocessing
+        return labelled_images(self.shards, stage, transform, self.num_classes, self.stage_classes(stage))
 
     def _augmented(self) -> Any:
         from timm import data as timm_data  # imports all of timm's models
 
-        create_transform = timm_data.create_transform
         try:
-            transform = create_transform(
+            transform = timm_data.create_transform(
                 self.image_size,
                 is_training=True,
                 auto_augment=self.augment.auto_augment,
@@ -219,7 +208,7 @@ class ImageNetShards(LabelledShards, ResumableDataModule):
             for operation in getattr(step, "ops", ()):
                 if operation.name.startswith("Posterize"):
                     operation.aug_fn = _posterize
-        return transform
+        return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
 
 
 def _to_grey(image: Tensor) -> Tensor:
