@@ -161,7 +161,6 @@ class Classifier(NamesClasses):
         """
         super().on_load_checkpoint(checkpoint)
         names, options = checkpoint.get("class_names"), checkpoint.get("preprocessing")
-        # Names from the options of this run take precedence over those in the checkpoint.
         if self._option_names is None and isinstance(names, list) and len(names) == self.num_classes:
             self._shown_names = [str(name) for name in names]
         if isinstance(options, dict):
