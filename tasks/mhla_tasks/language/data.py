@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 from typing_extensions import override
 
@@ -21,7 +20,7 @@ from lightning_mhla.data import (
     ShardSets,
     ShardUnavailableError,
 )
-from lightning_mhla.data.loader import check_same_order, samples_each, with_short_errors
+from lightning_mhla.data.loader import check_same_order, samples_each
 from lightning_mhla.data.module import TRAINED, batches_trained, process_share
 from lightning_mhla.data.options import ShardOptions
 from lightning_mhla.system.hyperparameters import keep_plain
@@ -33,7 +32,7 @@ from mhla_tasks.language.documents import DocumentEncoder, ReplyEncoder
 from mhla_tasks.language.hub import StreamedDataSet
 from mhla_tasks.language.prompts import PromptFile
 from mhla_tasks.language.shuffle import shuffled
-from mhla_tasks.language.sources import ArrayRuns, TokenWindows
+from mhla_tasks.language.sources import ArrayRuns, TokenRuns, TokenWindows
 from mhla_tasks.language.stdlib import load_stdlib
 from mhla_tasks.language.stream import PackedRows, RowPosition, StreamLoader
 from mhla_tasks.language.text_bytes import counts_exactly
@@ -43,7 +42,7 @@ from mhla_tasks.language.vocabularies import vocabulary_conflict
 
 
 class TextData(ResumableDataModule):
-    """Base class of data modules for text; a subclass defines :attr:`tokenizer` and :meth:`windows`.
+    """Base class of data modules for text; a subclass defines :attr:`tokenizer` and :meth:`runs`.
 
     Args:
         context: number of tokens in a sample.
@@ -55,6 +54,9 @@ class TextData(ResumableDataModule):
     Raises:
         ValueError: if ``context`` is below 1.
     """
+
+    assistant_only_loss = False
+    """Whether the loss of a dialogue counts only the messages of the assistant."""
 
     def __init__(self, context: int, separate_documents: bool, prompts: str | None, **options: Any) -> None:
         super().__init__(**options)
@@ -80,6 +82,17 @@ class TextData(ResumableDataModule):
 
         Args:
             stage: ``"train"`` or ``"validate"``; tests use the samples of ``"validate"``.
+        """
+        runs = self.runs(stage)
+        return TokenWindows(
+            runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
+        )
+
+    def runs(self, stage: str) -> TokenRuns:
+        """Return the long token sequences from which the samples of a stage are cut.
+
+        Args:
+            stage: ``"train"`` or ``"validate"``.
         """
         raise NotImplementedError
 
@@ -149,21 +162,9 @@ class PythonSource(TextData):
         return load_stdlib(self.vocab_size, self.cache).tokenizer
 
     @override
-    def windows(self, stage: str) -> TokenWindows:
+    def runs(self, stage: str) -> ArrayRuns:
         text = load_stdlib(self.vocab_size, self.cache)
-        runs = ArrayRuns(text.tokens[stage], text.starts[stage], "the standard library")
-        return TokenWindows(runs, self.context, token_bytes(text.tokenizer), self.separate_documents)
-
-
-class DocumentLoader(StreamLoader):
-    """Loader of batches of packed documents. It reports an error in a worker process in one line, with the file and the row."""
-
-    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Yield the batches of the current epoch that training has not used yet.
-
-        A batch is a dict with ``tokens`` and the other entries that :class:`mhla_tasks.language.stream.PackedRows` yields.
-        """
-        return with_short_errors(super().__iter__())
+        return ArrayRuns(text.tokens[stage], text.starts[stage], "the standard library")
 
 
 class HubText(TextData):
@@ -240,8 +241,8 @@ class HubText(TextData):
         return load_tokenizer(self.tokenizer_name)
 
     @override
-    def windows(self, stage: str) -> TokenWindows:
-        """Return the validation samples, which come from the first ``val_documents`` documents of the data set.
+    def runs(self, stage: str) -> ArrayRuns:
+        """Return the tokens for validation: those of the first ``val_documents`` documents of the data set.
 
         Training does not use these documents.
 
@@ -258,10 +259,7 @@ class HubText(TextData):
             raise ValueError(f"the data set gave none of val_documents={self.val_documents} documents to validate on")
         encoded = self._encoder(documents)
         source = "the first documents of the data set"
-        runs = ArrayRuns(encoded.tokens, encoded.starts, source, encoded.missing, encoded.targets)
-        return TokenWindows(
-            runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
-        )
+        return ArrayRuns(encoded.tokens, encoded.starts, source, encoded.missing, encoded.targets)
 
     @override
     def setup(self, stage: str) -> None:
@@ -290,7 +288,7 @@ class HubText(TextData):
 
         # Raise errors of a missing file or column here, not in the worker process.
         next(self._unshuffled(Remarks()), None)
-        self._stream = DocumentLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
+        self._stream = StreamLoader(make, self.batch_size, rows, self.steps_per_epoch, self.num_workers, self.trainer)
         if self._trained_with is not None:
             self._stream.start_at(self._trained_with)
         return self._stream
@@ -458,7 +456,7 @@ class TokenShards(TextData):
                 )
 
     @override
-    def windows(self, stage: str) -> TokenWindows:
+    def runs(self, stage: str) -> ShardRuns:
         self._check_tokenizers(stage)
         runs = ShardRuns(self.shards.reader(stage))
         uncounted = [run for run in range(len(runs.lengths)) if not runs.has_missing(run)]
@@ -475,6 +473,4 @@ class TokenShards(TextData):
                 "assistant_only_loss needs; prepare the shards again with lightning prepare text --force, which warns if the "
                 "chat template does not show which text the model writes, or set assistant_only_loss: false"
             )
-        return TokenWindows(
-            runs, self.context, token_bytes(self.tokenizer), self.separate_documents, self.assistant_only_loss
-        )
+        return runs

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from typing_extensions import override
 
 from lightning_mhla.data import BrokenSampleError
 from mhla_tasks.language.targets import mask_ranges, ranges_between, ranges_mask
@@ -69,7 +70,7 @@ class TokenRuns(Protocol):
         ...
 
 
-class ArrayRuns:
+class ArrayRuns(TokenRuns):
     """Implementation of :class:`TokenRuns` for a single run, which is a sequence of tokens in memory.
 
     Args:
@@ -96,46 +97,20 @@ class ArrayRuns:
         self.lengths: Sequence[int] = [len(tokens)]
         self.run_shards: Sequence[int] = [1]
 
+    @override
     def read(self, run: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Read ``count`` consecutive tokens, with a mask of the tokens that begin a document.
-
-        Args:
-            run: ignored, because there is a single sequence of tokens.
-            start: index of the first token to read.
-            count: number of tokens to read.
-
-        Returns:
-            The tokens, ``[count]`` integers, and a mask of those that begin a document, ``[count]`` bool.
-        """
         return self.tokens[start : start + count], self.first[start : start + count]
 
+    @override
     def missing_bytes(self, run: int, first: int, stop: int) -> int:
-        """Return the size in bytes of the text of a token range, minus the number of bytes that its tokens stand for.
-
-        The difference is negative if the tokens stand for more bytes than the text has.
-
-        Args:
-            run: ignored, because there is a single sequence of tokens.
-            first: index of the first token of the range.
-            stop: index after the last token of the range.
-        """
         return 0 if self.missing is None else missing_between(first, stop, self.starts, self.missing, len(self.tokens))
 
+    @override
     def target_ranges(self, run: int, first: int, stop: int) -> np.ndarray:
-        """Return the parts of a token range that belong to plain texts or to messages of the assistant.
-
-        Args:
-            run: ignored, because there is a single sequence of tokens.
-            first: index of the first token of the range.
-            stop: index after the last token of the range.
-
-        Returns:
-            Index of the first token of each part and index after its last one, ``[parts, 2]`` int64, in ascending order.
-        """
         return ranges_between(self.ranges, first, stop)
 
+    @override
     def describe(self, run: int) -> str:
-        """Return the name of the text, for messages."""
         return self.name
 
 

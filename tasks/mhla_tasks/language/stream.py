@@ -17,6 +17,7 @@ import torch
 from lightning import Trainer
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_mhla.data.loader import with_short_errors
 from lightning_mhla.data.module import batches_trained, process_share
 from mhla_tasks.language.dialogues import Document
 from mhla_tasks.language.documents import EncodedDocument
@@ -88,8 +89,7 @@ class PackedRows(IterableDataset):
         packs = {row: _Pack(position.used) for row, position in row_positions.items()}
         # The stream is read from its first document, so that its shuffle is the same; only documents in use are encoded.
         first = min(position.document for position in row_positions.values())
-        stream = enumerate(self.documents())
-        for index, document in stream:
+        for index, document in enumerate(self.documents()):
             row = index % number
             if index >= first and row in row_positions and index >= row_positions[row].document:
                 waiting[row].append((index, document))
@@ -225,6 +225,8 @@ class _Pack:
 class StreamLoader:
     """Loader of batches that are packed with streamed documents; it can resume from the stream positions in a checkpoint.
 
+    An error in the worker process is reported in one line, with the file and the row.
+
     Args:
         make: function that takes the positions of all rows of the global batch, and returns the batches that start there.
         batch_size: number of rows in the global batch, which all processes train on together.
@@ -271,6 +273,9 @@ class StreamLoader:
 
         They have the entries that :meth:`PackedRows.__iter__` lists, except ``position``.
         """
+        return with_short_errors(self._batches())
+
+    def _batches(self) -> Iterator[dict[str, torch.Tensor]]:
         trained, steps = 0, self.steps
         if self.trainer is not None:
             trained, steps = batches_trained(self.trainer), int(self.trainer.num_training_batches)
