@@ -86,16 +86,16 @@ class DocumentEncoder:
             ValueError: if the tokenizer has no special token that begins or ends a text, fails on a text, or has no chat
                 template for a dialogue, or the template leaves out a message.
         """
-        return self._joined(self._encode_each(documents))
+        rows = self._encode_each(documents)
+        starts = np.cumsum([0, *(len(row.tokens) for row in rows[:-1])], dtype=np.int64)
+        missing = np.array([row.missing for row in rows], dtype=np.int64)
+        masks = [row.targets for row in rows if row.targets is not None]
+        targets = np.concatenate(masks) if masks else None
+        return EncodedDocuments(np.concatenate([row.tokens for row in rows]), starts, missing, targets)
 
     def one(self, document: Document) -> EncodedDocument:
         """Encode a single document, in the same way as :meth:`__call__` encodes several."""
         return self._encode_each([document])[0]
-
-    def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
-        starts = np.cumsum([0, *(len(row.tokens) for row in rows[:-1])], dtype=np.int64)
-        missing = np.array([row.missing for row in rows], dtype=np.int64)
-        return EncodedDocuments(np.concatenate([row.tokens for row in rows]), starts, missing)
 
     def _encode_each(self, documents: Sequence[Document]) -> list[EncodedDocument]:
         dialogues = [document for document in documents if isinstance(document, Dialogue)]
@@ -130,7 +130,7 @@ class DocumentEncoder:
             )
         texts: list[str] = []
         rows: dict[int, tuple[list[int], np.ndarray | None]] = {}
-        rendered_texts: dict[int, str] = {}
+        plain_numbers: list[int] = []  # of the dialogues in which no message spells a control token
         for number, dialogue in enumerate(dialogues):
             contents = [content for _, content in dialogue.messages]
             with _named(dialogue):
@@ -140,11 +140,12 @@ class DocumentEncoder:
                     texts.append(self.template.fill(rendered, contents))
                     rows[number] = self._encode_spelled(dialogue, rendered)
                 else:
-                    rendered_texts[number] = self.template.render_messages(dialogue.messages)
-                    texts.append(rendered_texts[number])
-        others = [dialogues[number] for number in rendered_texts]
-        encoded = self._encode_rendered(others, list(rendered_texts.values()))
-        rows |= dict(zip(rendered_texts, encoded, strict=True))
+                    texts.append(self.template.render_messages(dialogue.messages))
+                    plain_numbers.append(number)
+        encoded = self._encode_rendered(
+            [dialogues[number] for number in plain_numbers], [texts[number] for number in plain_numbers]
+        )
+        rows |= dict(zip(plain_numbers, encoded, strict=True))
         for number, dialogue in enumerate(dialogues):
             if not rows[number][0]:
                 raise ValueError(f"{dialogue.place}: the chat template gives a text without tokens")
@@ -218,10 +219,6 @@ class ReplyEncoder(DocumentEncoder):
             row if row.targets is not None else row._replace(targets=np.ones(len(row.tokens), dtype=bool))
             for row in rows
         ]
-
-    @override
-    def _joined(self, rows: Sequence[EncodedDocument]) -> EncodedDocuments:
-        return super()._joined(rows)._replace(targets=np.concatenate([row.targets for row in rows]))
 
     @override
     def _encode_spelled(self, dialogue: Dialogue, rendered: str) -> tuple[list[int], np.ndarray | None]:

@@ -104,14 +104,22 @@ class ShardRuns:
         first[starts[low:high] - start] = True
         return tokens, first
 
+    def _array(self, run: int, member: str) -> np.ndarray:
+        """Load a complete array of a run (a long token sequence), such as ``starts.npy``.
+
+        Raises:
+            BrokenSampleError: if the array cannot be read.
+        """
+        try:
+            return parse_array(self.reader.read(run, member))
+        except ValueError as error:
+            raise BrokenSampleError(f"{self.describe(run)}: .{member} is not a NumPy array ({error})") from error
+
     def _document_starts(self, run: int) -> np.ndarray:
         if run not in self._starts:
             if len(self._starts) >= 64:  # bound the memory of each worker process
                 self._starts.clear()
-            try:
-                starts = parse_array(self.reader.read(run, STARTS))
-            except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{STARTS} is not a NumPy array ({error})") from error
+            starts = self._array(run, STARTS)
             ascending = starts.ndim == 1 and starts.dtype.kind in "iu" and (np.diff(starts.astype(np.int64)) >= 0).all()
             if not ascending or (len(starts) and not 0 <= starts[0] <= starts[-1] < max(1, self.lengths[run])):
                 raise BrokenSampleError(
@@ -155,10 +163,7 @@ class ShardRuns:
             # as for the starts of documents
             if len(self._targets) >= 64:
                 self._targets.clear()
-            try:
-                ranges = parse_array(self.reader.read(run, TARGETS))
-            except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{TARGETS} is not a NumPy array ({error})") from error
+            ranges = self._array(run, TARGETS)
             bounds = ranges.flatten()
             if ranges.dtype != np.int64 or ranges.shape != (len(bounds) // 2, 2) or (np.diff(bounds) < 0).any():
                 raise BrokenSampleError(
@@ -192,10 +197,7 @@ class ShardRuns:
         if run not in self._missing:
             if len(self._missing) >= 64:
                 self._missing.clear()
-            try:
-                missing = parse_array(self.reader.read(run, MISSING))
-            except ValueError as error:
-                raise BrokenSampleError(f"{self.describe(run)}: .{MISSING} is not a NumPy array ({error})") from error
+            missing = self._array(run, MISSING)
             if missing.dtype != np.int64 or missing.shape != starts.shape:
                 raise BrokenSampleError(
                     f"{self.describe(run)}: .{MISSING} is {missing.dtype} {missing.shape}, not int64 [{len(starts)}]"
