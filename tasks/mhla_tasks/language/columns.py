@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -120,14 +121,6 @@ def _entry(row: dict[str, Any], column: str, place: str) -> tuple[str, Document 
     return place, as_document(row[column], place)
 
 
-def _csv(source: Source, column: str) -> Rows:
-    return _separated(source, column, ",")
-
-
-def _tsv(source: Source, column: str) -> Rows:
-    return _separated(source, column, "\t")
-
-
 def _separated(source: Source, column: str, delimiter: str) -> Rows:
     csv.field_size_limit(LONGEST_LINE)  # the default of 128 KiB is less than a long document
     # Quoted fields may span lines, so the reader needs the line ends.
@@ -224,8 +217,8 @@ def _missing(column: str, names: Iterable[str], place: str) -> MissingColumnErro
 READERS: dict[str, Callable[[Source, str], Rows]] = {
     "jsonl": _json_lines,
     "json": _json,
-    "csv": _csv,
-    "tsv": _tsv,
+    "csv": partial(_separated, delimiter=","),
+    "tsv": partial(_separated, delimiter="\t"),
     "parquet": _parquet,
     "lines": _lines,
 }
