@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -137,15 +137,14 @@ def mhla_prefill(
         if not any(counts):
             return with_padding(nothing(problem), tokens), state.select(range(batch))
         writes = state.may_write(*mapped, *mixing.tensors.values())
-        piece = begin(state, counts, mixing, writes)
-        start = piece.start
-        q_blocks, k_blocks, v_blocks = (in_blocks(x, piece.offsets, block_size) for x in mapped)
+        start, firsts, offsets = begin(state, counts, mixing, writes)
+        q_blocks, k_blocks, v_blocks = (in_blocks(x, offsets, block_size) for x in mapped)
         # In PyTorch only: the kernels cannot start from sums of earlier tokens.
-        mixer = _ContinuedMixer(mixing, start, piece.firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
+        mixer = _ContinuedMixer(mixing, start, firsts, v_blocks.shape[2], q.shape[-1] * v.shape[-1])
         out = chunked(q_blocks, k_blocks, v_blocks, mixer, problem.weighting)
         blocks = add_to_first(summaries(k_blocks, v_blocks), start.open)
         after = close(start, blocks, counts, mixing, writes)
-        return with_padding(take_back(out, piece.offsets, q.shape[1], mask).to(v.dtype), tokens), after
+        return with_padding(take_back(out, offsets, q.shape[1], mask).to(v.dtype), tokens), after
 
 
 def mhla_step(
@@ -415,26 +414,13 @@ def check_reach(mixing: Mixing, block_size: int, previous_lengths: Sequence[int]
         )
 
 
-class Piece(NamedTuple):
-    """Generation state that is ready for new tokens, and the position in each row at which they are appended.
-
-    Attributes:
-        start: the generation state, of the class of the state that was passed to :func:`begin`. If the last block of a row was
-            full and the row gets new tokens, that block is now one of the finished blocks, and a new block is open.
-        firsts: index of the block that receives the first new token, in each row; for a row without new tokens, the index of
-            its last block.
-        offsets: number of tokens that this block already holds, in each row.
-    """
-
-    start: Any
-    firsts: list[int]
-    offsets: tuple[int, ...]
-
-
-def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool) -> Piece:
+def begin(
+    state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
+) -> tuple[Any, list[int], tuple[int, ...]]:
     """Prepare a generation state for new tokens, and find where each row's new tokens begin.
 
-    If the last block of a row is full and the row gets new tokens, the prepared state has a new block for them.
+    If the last block of a row is full and the row gets new tokens, that block becomes one of the finished blocks of the
+    prepared state, which has a new block for these tokens.
 
     Args:
         state: generation state after the earlier tokens. It is not changed.
@@ -443,8 +429,9 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
         writes: whether tensors that are created for the prepared state may be written to in place.
 
     Returns:
-        The prepared state, and the position at which each row's new tokens begin, as a block and an offset in it. The prepared
-        state is ``state`` itself if no row starts a block.
+        The prepared state, of the class of ``state``, or ``state`` itself if no row starts a block; the index of the block that
+        receives the first new token, in each row (for a row without new tokens, the index of its last block); and the number of
+        tokens that this block already holds, in each row.
     """
     size, moves = state.kind.block_size, [count > 0 for count in counts]
     # a row without new tokens keeps its block open even if it is full; its outputs are masked later
@@ -453,7 +440,7 @@ def begin(state: BlockState, counts: Sequence[int], mixing: Mixing, writes: bool
         for length, moving in zip(state.lengths, moves, strict=True)
     ]
     offsets = tuple(length - first * size for length, first in zip(state.lengths, firsts, strict=True))
-    return Piece(state.advance(mixing, moves, writes), firsts, offsets)
+    return state.advance(mixing, moves, writes), firsts, offsets
 
 
 def add_to_first(blocks: Tensor, x: Tensor) -> Tensor:
@@ -487,9 +474,10 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
         Blocks, ``[B, H, M, C, D]``. C is ``block_size``, or less for a single block that begins at slot 0.
     """
     batch, tokens, heads, width = x.shape
-    slots = max(offsets, default=0) + tokens
+    largest_offset = max(offsets, default=0)
+    slots = largest_offset + tokens
     if len(set(offsets)) < 2:
-        x = F.pad(x, (0, 0, 0, 0, max(offsets, default=0), 0))  # all rows begin at the same slot
+        x = F.pad(x, (0, 0, 0, 0, largest_offset, 0))  # all rows begin at the same slot
     else:
         slot = on_device(offsets, x.device)[:, None] + torch.arange(tokens, device=x.device)
         # scatter, because the first slot differs from row to row
@@ -497,7 +485,7 @@ def in_blocks(x: Tensor, offsets: tuple[int, ...], block_size: int) -> Tensor:
         x = x.new_zeros(batch, slots, heads, width).scatter(1, index, x)
     blocks = divide_up(slots, block_size) if slots > block_size else 1
     # a single block from slot 0 on is not padded, so that a short prompt does not pay for block_size slots
-    size = block_size if blocks > 1 or max(offsets, default=0) else at_most(max(slots, 1), block_size)
+    size = block_size if blocks > 1 or largest_offset else at_most(max(slots, 1), block_size)
     return BlockPartition(slots, blocks, size).split(x)
 
 
@@ -541,7 +529,8 @@ class _ContinuedMixer(Mixer):
             weights = mixing.own(slice(first, first + blocks), first + blocks)
             coefficients = weights.shape[-1]  # 1 if all blocks share it; too few if the last blocks hold no token
             weights = F.pad(weights, (0, blocks - coefficients)) if 1 < coefficients < blocks else weights
-            return weights.reshape(1, -1, weights.shape[-1]).expand(_count(rows, start), heads, blocks)
+            count = len(start.lengths) if isinstance(rows, slice) else len(rows)
+            return weights.reshape(1, -1, weights.shape[-1]).expand(count, heads, blocks)
 
         super().__init__(mixing, by_groups(groups, own_of))
         self.start, self.groups, self.key_value = start, groups, key_value
@@ -566,7 +555,3 @@ class _ContinuedMixer(Mixer):
             lambda first, rows: self.mixing.mix_after(self.start.finished[rows][..., part], flat[rows], first),
         )
         return add_to_first(mixed, self.own[:, :, :1] * begun).view(summary.shape)
-
-
-def _count(rows: Rows, state: BlockState) -> int:
-    return len(state.lengths) if isinstance(rows, slice) else len(rows)

@@ -145,16 +145,17 @@ def repeat(x: Tensor, repeats: int, axis: int) -> Tensor:
     return x.repeat_interleave(repeats, axis) if repeats > 1 else x
 
 
-def nothing(problem: Problem, *others: Tensor) -> Tensor:
+def nothing(problem: Problem, *others: Tensor | None) -> Tensor:
     """Return zero outputs ``[B, N, H, Dv]`` for an attention call without batch rows, tokens, heads or features.
 
     The outputs depend on all input tensors, so that autograd gives each of them a gradient of zeros.
 
     Args:
         problem: checked arguments of the call.
-        others: further tensors that get a gradient of zeros.
+        others: further tensors that get a gradient of zeros; None for each one that the caller did not pass.
     """
-    return zero_outputs(problem.q, problem.k, problem.v, *others, *problem.mixing.tensors.values())
+    tensors = [x for x in others if x is not None]
+    return zero_outputs(problem.q, problem.k, problem.v, *tensors, *problem.mixing.tensors.values())
 
 
 def zero_outputs(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:

@@ -43,6 +43,7 @@ from mhla_kernels.checks import (
     check_one_device,
     check_problem,
 )
+from mhla_kernels.features import hide
 from mhla_kernels.forms.chunked import make_mixer
 from mhla_kernels.mixing import DenseMixing, Mixing, MixingLike, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
@@ -135,7 +136,7 @@ def mhla_window_attention(
     grid = _check_grid(problem, block_grid, causal, sinks)
     check_sink_queries(sink_q, q, causal)
     if v.numel() == 0 or q.shape[2] == 0:
-        return nothing_far(problem, q_features, k_features, far, sink_q)
+        return nothing(problem, q_features, k_features, far, sink_q)
     scale = default_scale(q.shape[-1]) if scale is None else scale
     k, v = repeat_heads(q, k, v)
     with without_autocast(q.device.type):
@@ -157,7 +158,7 @@ def mhla_window_attention(
             out = blocks.merge(_causal(x, mixing, blocks, sinks, sink_q))
         else:
             out = attend_all(tokens, real > 0, mixing, problem.layout, grid, sinks)
-        return (out if key_mask is None else out.masked_fill(~key_mask[..., None, None], 0)).to(problem.v.dtype)
+        return hide(out, key_mask).to(problem.v.dtype)
 
 
 def _causal(x: InBlocks, mixing: Mixing, blocks: BlockPartition, sinks: int, sink_q: Tensor | None) -> Tensor:
@@ -231,24 +232,6 @@ class CausalWindow(NamedTuple):
         return combine(x.q, near, read_mixed(x.f, mixed, x.far))
 
 
-def nothing_far(problem: Problem, f: Tensor, g: Tensor, far: Tensor | None, sink_q: Tensor | None) -> Tensor:
-    """Return the outputs of windowed attention for empty inputs: zeros of shape ``[B, N, H, V]``.
-
-    Inputs are empty if there are no batch rows, tokens or heads, or if the width V of a value is zero. Windowed attention has
-    softmax weights for near tokens and MHLA weights for far tokens. Autograd gives all input tensors gradients of zeros.
-
-    Args:
-        problem: checked arguments of :func:`mhla_window_attention`, except the features.
-        f: features of the queries, ``[B, N, H, K]``.
-        g: features of the keys, ``[B, N, H, K]``.
-        far: logarithm of a factor on the weights of far tokens, broadcastable to ``[B, N, H]``; None if the caller did not pass
-            it.
-        sink_q: queries that read the sinks (the first tokens, which every query reads), ``[B, N, H, Dk]``; None if the caller
-            did not pass them.
-    """
-    return nothing(problem, f, g, *(x for x in (far, sink_q) if x is not None))
-
-
 def check_sink_queries(sink_q: Tensor | None, q: Tensor, causal: bool = True) -> None:
     """Check the queries that read the sinks, which are the first tokens of a sequence.
 
@@ -277,15 +260,15 @@ def heads_last(far: Tensor | None, q: Tensor) -> Tensor:
     Far tokens are those outside the window of softmax attention.
 
     Args:
-        far: logarithm of the factor, broadcastable to ``[B, N, H]``; None for zeros.
-        q: queries, ``[B, N, H, Dk]``.
+        far: logarithm of the factor, broadcastable to ``[B, N, H]``, or to ``[B, H]`` for a single token; None for zeros.
+        q: queries, ``[B, N, H, Dk]``, or ``[B, H, Dk]`` for a single token.
 
     Returns:
-        Expanded logarithms, ``[B, N, H, 1]`` in the dtype of ``q``.
+        Expanded logarithms, ``[B, N, H, 1]`` or ``[B, H, 1]`` in the dtype of ``q``.
     """
     if far is None:
-        return q.new_zeros(*q.shape[:3], 1)
-    return far.to(q.dtype).expand(q.shape[:3])[..., None]
+        return q.new_zeros(*q.shape[:-1], 1)
+    return far.to(q.dtype).expand(q.shape[:-1])[..., None]
 
 
 def _later(x: Tensor) -> Tensor:

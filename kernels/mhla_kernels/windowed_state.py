@@ -40,7 +40,7 @@ from mhla_kernels.generation import (
 )
 from mhla_kernels.mixing import Mixing, MixingLike, Rows, as_mixing
 from mhla_kernels.near_far import NearTokens, combine, read_mixed
-from mhla_kernels.problem import Problem, default_scale, repeat
+from mhla_kernels.problem import Problem, default_scale, nothing, repeat
 from mhla_kernels.state import (
     BlockState,
     Draft,
@@ -57,7 +57,6 @@ from mhla_kernels.windowed import (
     check_sink_queries,
     check_window,
     heads_last,
-    nothing_far,
 )
 from mhla_kernels.windowed_blocks import InBlocks
 
@@ -164,21 +163,20 @@ def mhla_window_prefill(
     q, k, v, q_features, k_features = without_padding(counts, q, k, v, q_features, k_features)
     tokens = q.shape[1]
     problem = check_window(q, k, v, q_features, k_features, mixing, block_size, mask_of_counts(counts, q), sinks=sinks)
-    kind = _kind_of(q_features, k, v, mixing, block_size, sinks)
+    kind = kind_of(q_features, v, mixing, block_size, (k.shape[2], k.shape[3]), sinks)
     if state is None:
         state = _empty(problem, q_features, kind)
     check_state(state, MHLAWindowState, "mhla_window_prefill")
     state.check(kind, batch, q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, counts)
     if not any(counts):
-        out = nothing_far(problem, q_features, k_features, far, sink_q)
+        out = nothing(problem, q_features, k_features, far, sink_q)
         return with_padding(out, padded), state.select(range(batch))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     with without_autocast(q.device.type):
         mixing = mixing.to(problem.accumulate)
         writes = state.may_write(q, k, v, q_features, k_features, *mixing.tensors.values())
-        piece = begin(state, counts, mixing, writes)
-        start, firsts, offsets = piece.start, piece.firsts, piece.offsets
+        start, firsts, offsets = begin(state, counts, mixing, writes)
         mask = torch.arange(tokens, device=q.device) < on_device(counts, q.device)[:, None]
         padding = ~mask[..., None, None]
         # padding of queries too: zero times NaN would be NaN in the gradients of the keys
@@ -214,7 +212,9 @@ def mhla_window_prefill(
                 for x, old in zip(new_blocks, sink_tokens, strict=True)
             ]
             visible = visible & (position >= sinks)
-            g = g.masked_fill((_positions(start, tokens, q.device) < sinks)[..., None, None], 0)
+            # [B, N] position of each new token in its row
+            token_position = on_device(start.lengths, q.device)[:, None] + torch.arange(tokens, device=q.device)
+            g = g.masked_fill((token_position < sinks)[..., None, None], 0)
         if number > 1:  # a single block may have fewer than block_size slots, and nothing after it reads it
             # The block before each new block: the stored one, then the new ones themselves.
             window = [torch.cat([a, b[:, :, :-1]], 2) for a, b in zip(window, new_blocks, strict=True)]
@@ -291,7 +291,8 @@ def mhla_window_step(
     q, k, v, f, g = (x[:, None] for x in (q, k, v, q_features, k_features))
     # a step with fewer tokens than sinks is fine, unlike a call without a state
     problem = check_window(q, k, v, f, g, mixing, block_size)
-    state.check(_kind_of(f, k, v, mixing, block_size, sinks), len(q), q.shape[2], problem.accumulate)
+    kind = kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]), sinks)
+    state.check(kind, len(q), q.shape[2], problem.accumulate)
     check_reach(mixing, block_size, state.lengths, (1,) * len(q))
     scale = default_scale(q.shape[-1]) if scale is None else scale
     with without_autocast(q.device.type):
@@ -327,7 +328,6 @@ def mhla_window_step(
         in_window = (in_slot >= sinks) & (in_slot <= position[:, None])
         visible = torch.cat([torch.arange(sinks, device=q.device) <= position[:, None], in_window], 1)[:, None, None]
         keys, values = (repeat(tensors[name], heads, 2).transpose(1, 2) for name in ("keys", "values"))
-        far_weight = q.new_zeros(q.shape[:2]) if far is None else far.to(q.dtype).expand(q.shape[:2])
         mixture = _with_totals(opened.mixture, f.shape[-1], v.shape[-1])
         near = [NearTokens(keys, values, visible)]
         if sink_q is not None and sinks:
@@ -337,21 +337,12 @@ def mhla_window_step(
                 NearTokens(keys[:, :, :sinks], values[:, :, :sinks], visible[..., :sinks], sink_query),
                 NearTokens(keys[:, :, sinks:], values[:, :, sinks:], visible[..., sinks:]),
             ]
-        far_tokens = read_mixed(f[:, :, None], mixture, far_weight[..., None, None])
+        far_tokens = read_mixed(f[:, :, None], mixture, heads_last(far, q)[..., None])
         out = combine((q * scale)[:, :, None], near, far_tokens)[:, :, 0]
         after = opened.with_tensors(tensors, tuple(n + 1 for n in state.lengths), opened.written(owned))
         if donate_state:
             state.spend()
         return out.to(problem.v.dtype), after
-
-
-def _kind_of(f: Tensor, k: Tensor, v: Tensor, mixing: Mixing, block_size: int, sinks: int) -> StateKind:
-    return kind_of(f, v, mixing, block_size, (k.shape[2], k.shape[3]), sinks)
-
-
-def _positions(state: MHLAWindowState, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each new token in its row, ``[B, N]`` int64, where N is the number ``tokens`` of new tokens."""
-    return on_device(state.lengths, device)[:, None] + torch.arange(tokens, device=device)
 
 
 def _empty(problem: Problem, f: Tensor, kind: StateKind) -> MHLAWindowState:
