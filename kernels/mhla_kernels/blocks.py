@@ -112,6 +112,11 @@ def blocks_of_sequences(bounds: Tensor, block_size: int) -> Tensor:
     return (bounds.diff() + block_size - 1) // block_size
 
 
+def are_readable(bounds: Tensor) -> bool:
+    """Return whether the bounds of packed sequences can be read without waiting for a device or breaking a graph."""
+    return bounds.device.type == "cpu" and not is_traced() and not isinstance(bounds, FakeTensor)
+
+
 def at_most(number: int, most: int) -> int:
     """Return the smaller of ``number`` and ``most``.
 
@@ -337,8 +342,8 @@ def _packed_partition(layout: TokenLayout, cu_seqlens: Tensor, device: torch.dev
     bounds = on_device(cu_seqlens, device)
     counts = blocks_of_sequences(bounds, block_size)
     ends = counts.cumsum(0)
-    sequences = None  # stays None where reading the bounds would wait for the device or break a graph
-    if cu_seqlens.device.type == "cpu" and not is_traced() and not isinstance(cu_seqlens, FakeTensor):
+    sequences = None
+    if are_readable(cu_seqlens):
         block_bounds = [0, *blocks_of_sequences(cu_seqlens.to(torch.int64), block_size).cumsum(0).tolist()]
         sequences = tuple((first, last) for first, last in pairwise(block_bounds) if last > first)
     # Where the bounds are not read: each sequence adds at most one block that is not full.

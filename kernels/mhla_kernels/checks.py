@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mhla_kernels.blocks import TokenLayout
+from mhla_kernels.blocks import TokenLayout, are_readable
 from mhla_kernels.features import FeatureMap
 from mhla_kernels.mixing import Mixing, MixingLike, as_mixing
 from mhla_kernels.problem import Causal, Problem, Weighting, default_scale
-from mhla_kernels.torch_private import FakeTensor, assert_async, has_values, is_mapped, is_traced, unwrapped
+from mhla_kernels.torch_private import assert_async, has_values, is_mapped, unwrapped
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -498,10 +498,7 @@ def check_packed(
     if batch != 1:
         raise ValueError(f"{name} packs sequences in one row, but B={batch}; use B=1, or key_mask for padded rows")
     tokens, block_size = layout.tokens, layout.block_size
-    if not (
-        isinstance(cu_seqlens, Tensor)
-        and (cu_seqlens.device.type != "cpu" or is_traced() or isinstance(cu_seqlens, FakeTensor))
-    ):
+    if not isinstance(cu_seqlens, Tensor) or are_readable(cu_seqlens):
         bounds = as_integers(cu_seqlens, name)
         _check_bounds(bounds, tokens, name, least=0)
         for start, end in pairwise(bounds):

@@ -15,12 +15,12 @@ from mhla_kernels.blocks import (
     BlockPartition,
     TokenBlocks,
     TokenLayout,
+    are_readable,
     blocks_of_sequences,
     divide_up,
     on_device,
 )
 from mhla_kernels.mixing import BlockPairs, Mixing
-from mhla_kernels.torch_private import FakeTensor, is_traced
 
 Range = tuple[int, int]
 """Index of the first item, and the index after the last one."""
@@ -55,7 +55,7 @@ class CrossLayout(NamedTuple):
         not packed, or if the bounds are on an accelerator or traced and are therefore not read.
         """
         bounds = self.queries.cu_seqlens, self.keys.cu_seqlens
-        if is_traced() or any(x is None or x.device.type != "cpu" or isinstance(x, FakeTensor) for x in bounds):
+        if any(x is None or not are_readable(x) for x in bounds):
             return None
         queries, keys = (list(pairwise(x.tolist())) for x in bounds if x is not None)
         return list(zip(queries, keys, strict=True))
