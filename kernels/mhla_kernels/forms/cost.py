@@ -99,12 +99,12 @@ def cheapest_form(
     units, mixed = _unit_costs(key_width, value_width, backend), blocks if work is None else work
     costs = _costs_of_sides((tokens, tokens), (blocks, blocks), blocks * mixed, key_width * value_width, units)
     cost, fused = CONSTANTS[backend], backend == "triton"
+    size = -(-tokens // max(blocks, 1))
     if causal and fused:
         costs["parallel"] /= 2  # the PyTorch form also computes the masked half
     if causal is True:  # pairs inside a block are scored
         costs["chunked"] += cost["token"] * tokens * (key_width + value_width)
-        costs["chunked"] += tokens * min(-(-tokens // max(blocks, 1)), TILE) * units.pair_inside
-    size = -(-tokens // max(blocks, 1))
+        costs["chunked"] += tokens * min(size, TILE) * units.pair_inside
     chunk = chunk_tokens(tokens, size, backend)
     if terms is not None and size < chunk < tokens:
         # on a CPU the sums stay in the cache, so that moving them costs nothing

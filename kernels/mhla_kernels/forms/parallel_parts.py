@@ -48,14 +48,15 @@ class _RowsAndHeads(NamedTuple):
         return x if x.dim() == 2 else x[self.heads]
 
 
-def _divide(batch: int, heads: int, most: int) -> list[_RowsAndHeads]:
+def _divide(q: Tensor, k: Tensor) -> list[_RowsAndHeads]:
     """Divide the batch rows and heads of an attention call into parts. The first part is the largest.
 
     Args:
-        batch: number of batch rows.
-        heads: number of heads.
-        most: largest number of heads in a part, summed over its batch rows.
+        q: queries, ``[B, N, H, K]``.
+        k: keys, ``[B, J, H, K]``.
     """
+    batch, _, heads, _ = q.shape
+    most = rows_in_part(q, q.shape[1] * k.shape[1])  # heads in a part, summed over its batch rows
     in_part, rows = max(1, min(heads, most)), max(1, min(batch, most // max(1, heads)))
     return [
         _RowsAndHeads(slice(row, row + rows), slice(head, head + in_part))
@@ -165,7 +166,7 @@ class ParallelParts(NamedTuple):
         weighting, space = self.weighting, _Workspace(q)
         out_BNHV = q.new_empty(*q.shape[:3], v.shape[3])
         totals_BNH1 = q.new_empty((*q.shape[:3], 1) if weighting.normalize else 0)
-        for part in self._parts(q, k):
+        for part in _divide(q, k):
             queries = space.features("queries", part.of(q), self.relu).flatten(0, 1)
             keys = space.features("keys", part.of(k), self.relu).flatten(0, 1)
             products = self._products(queries, keys, space)
@@ -181,9 +182,6 @@ class ParallelParts(NamedTuple):
                 torch.div(outs, totals, out=view)
                 part.of(totals_BNH1).copy_(totals)
         return out_BNHV, totals_BNH1
-
-    def _parts(self, q: Tensor, k: Tensor) -> list[_RowsAndHeads]:
-        return _divide(len(q), q.shape[2], rows_in_part(q, q.shape[1] * k.shape[1]))
 
     def _products(self, q: Tensor, k: Tensor, space: _Workspace) -> Tensor:
         """Compute the products ``[P, N, J]`` of the queries and keys of a part with P heads, counted over its batch rows.
@@ -261,7 +259,7 @@ class ParallelParts(NamedTuple):
                 torch.bmm(left, right, out=result.flatten(0, 1))
                 _write_gradient(target, result, part.of(source) if source is not None and self.relu else None)
 
-        for part in self._parts(q, k):
+        for part in _divide(q, k):
             of_part, in_part = part.of(gradient), part.of_heads(coefficients)
             queries = space.features("queries", part.of(q), self.relu).flatten(0, 1)
             keys = space.features("keys", part.of(k), self.relu).flatten(0, 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from math import prod
 from typing import Self
 
@@ -120,13 +121,11 @@ class ExponentialMixing(Mixing):
         if blocks not in (None, size):
             raise ValueError(f"grid={self.grid} has {size} blocks, not {blocks}")
         # The exponent of the product over the axes is a sum, expanded axis by axis to [..., R, M, M].
-        axes = [_distance(length, self.amplitude) for length in self.grid]
-        exponent = None
-        for axis, distance in enumerate(axes):
-            axis_exponent = self.decay[..., axis, None, None] * distance
-            exponent = axis_exponent if exponent is None else _outer_sum(exponent, axis_exponent)
-        assert exponent is not None
-        return (self.amplitude[..., None, None] * (-exponent).exp()).sum(-3)
+        exponents = [
+            self.decay[..., axis, None, None] * _distance(length, self.amplitude)
+            for axis, length in enumerate(self.grid)
+        ]
+        return (self.amplitude[..., None, None] * (-reduce(_outer_sum, exponents)).exp()).sum(-3)
 
     @override
     def matrix(self, blocks: int) -> Tensor:
