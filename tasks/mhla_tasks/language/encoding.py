@@ -64,8 +64,9 @@ def encode_texts(
     if read_control_tokens:
         return rows
     control = control_tokens(tokenizer)
-    for number in (number for number, row in enumerate(rows) if not control.keys().isdisjoint(row)):
-        rows[number] = _encode_without(tokenizer, control, texts[number])
+    for number, row in enumerate(rows):
+        if not control.keys().isdisjoint(row):
+            rows[number] = _encode_without(tokenizer, control, texts[number])
     return rows
 
 

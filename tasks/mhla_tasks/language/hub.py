@@ -33,7 +33,7 @@ class StreamedDataSet:
     """Text data set on the Hugging Face Hub or in files, whose rows are streamed instead of stored.
 
     Args:
-        data_set: arguments of ``datasets.load_dataset``:
+        data_set: arguments of ``datasets.load_dataset``; those that are None are left out:
 
             * ``path``: name on the Hugging Face Hub; or, with ``data_files``, the format ``json``, ``csv``, ``parquet`` or
               ``text``.
@@ -48,9 +48,10 @@ class StreamedDataSet:
     """
 
     def __init__(self, data_set: Mapping[str, Any], column: str) -> None:
-        self.data_set, self.column = dict(data_set), column
+        self.data_set = {name: value for name, value in data_set.items() if value is not None}
+        self.column = column
         local = data_set["path"] in KINDS and data_set.get("data_files")
-        self.files = local_files(data_set) if local else _hub_files(data_set)
+        self.files = local_files(self.data_set) if local else _hub_files(self.data_set)
 
     def rows(self) -> Rows:
         """Yield the location and the document of each row, starting at the first row; the document is None for a null.
@@ -136,7 +137,7 @@ def _hub_files(data_set: Mapping[str, Any]) -> Files | None:
     from datasets import load_dataset_builder
 
     split = data_set.get("split") or "train"
-    arguments = {key: value for key, value in data_set.items() if value is not None and key != "split"}
+    arguments = {key: value for key, value in data_set.items() if key != "split"}
     try:
         builder = load_dataset_builder(**arguments)
     except Exception as error:
@@ -173,7 +174,7 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
 
     name, number = f"the data set {data_set['path']}", 0
     try:
-        rows = load_dataset(**{key: value for key, value in data_set.items() if value is not None}, streaming=True)
+        rows = load_dataset(**data_set, streaming=True)
     except Exception as error:
         raise _not_loaded(data_set, error) from error
     rows = iter(rows)
@@ -194,8 +195,7 @@ def _streamed_rows(data_set: Mapping[str, Any], column: str) -> Rows:
 
 
 def _not_loaded(data_set: Mapping[str, Any], error: Exception) -> FileNotFoundError:
-    arguments = {key: value for key, value in data_set.items() if value is not None}
     return FileNotFoundError(
-        f"the data set {arguments} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the "
+        f"the data set {data_set} could not be loaded ({type(error).__name__}: {reason(error)}); check its name and the "
         "network, or give local files: path: json and data_files"
     )

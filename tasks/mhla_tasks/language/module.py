@@ -106,12 +106,15 @@ class LanguageModel(CausalLanguageModel):
                 raise ValueError("network brings its own attention: leave out attention and layer_kinds, or network")
             self.take(build_network(network, vocab_size), context, generation)
             return
+        layers: Any = attention
+        if layer_kinds is not None:
+            layers = attention_per_layer(as_dataclass(AttentionConfig, attention), layer_kinds, shape.depth)
         sizes = asdict(shape)
         ours = MHLAForCausalLM(
             MHLAConfig(
                 vocab_size=vocab_size,
                 context=context,
-                attention=_for_layers(attention, layer_kinds, shape.depth),
+                attention=layers,
                 tie_word_embeddings=sizes.pop("tie_embeddings"),
                 **sizes,
             )
@@ -142,11 +145,3 @@ class LanguageModel(CausalLanguageModel):
             )  # fmt: skip
             weights = {name: weight for name, weight in weights.items() if not name.startswith((embedding, head))}
         adopt(self.network, replace(source, weights=weights), pretrained, heads=(embedding, head))
-
-
-def _for_layers(attention: Any, kinds: list[str] | None, depth: int) -> Any:
-    if kinds is None:
-        return plain_attention(attention)
-    options = plain_attention(attention)
-    assert isinstance(options, dict)
-    return plain_attention(attention_per_layer(AttentionConfig(**options), kinds, depth))

@@ -47,13 +47,13 @@ def ranges_mask(ranges: np.ndarray, first: int, stop: int) -> np.ndarray:
     """Return the mask of the tokens from ``first`` to ``stop`` (exclusive) that are in a range, ``[stop - first]`` bool.
 
     Args:
-        ranges: index of the first token of each range and index after its last one, ``[ranges, 2]``, in ascending order and
-            without overlap.
+        ranges: index of the first token of each range and index after its last one, ``[ranges, 2]``. All ranges lie between
+            ``first`` and ``stop``, as those that :func:`ranges_between` returns.
         first: index of the first token of the mask.
         stop: index after the last token of the mask.
     """
     mask = np.zeros(stop - first, dtype=bool)
-    for start, end in ranges_between(ranges, first, stop) - first:
+    for start, end in ranges - first:
         mask[start:end] = True
     return mask
 
