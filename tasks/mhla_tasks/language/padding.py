@@ -140,6 +140,6 @@ def following_tokens(labels: Tensor, real: Tensor | None) -> Tensor:
     """
     following = labels[:, 1:]
     if real is not None:
-        following, counts = labels[:, 1:], real[:, 1:] & real[:, :-1]
+        counts = real[:, 1:] & real[:, :-1]
         following = following.masked_fill(~counts, IGNORED)
     return F.pad(following, (0, 1), value=IGNORED)
