@@ -164,13 +164,13 @@ class DenoisingProcess(NoiseProcess):
 
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__(config)
-        # alpha_bar is the share of the data in the variance at each timestep. self.kept and self.before store both tables.
-        self.kept: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
-        alpha_bar = self.kept.double()
+        # alpha_bar is the share of the data in the variance at each timestep.
+        self.alpha_bar: Tensor = DDPMScheduler(**BETAS).alphas_cumprod
+        alpha_bar = self.alpha_bar.double()
         previous_alpha_bar = torch.cat([alpha_bar.new_ones(1), alpha_bar[:-1]])
         posterior = (1 - previous_alpha_bar) / (1 - alpha_bar) * (1 - alpha_bar / previous_alpha_bar)
         posterior[0] = posterior[1]  # else 0, which has no logarithm
-        self.before, self.posterior = previous_alpha_bar.float(), posterior.log().float()
+        self.previous_alpha_bar, self.posterior = previous_alpha_bar.float(), posterior.log().float()
 
     @override
     def draw_times(self, count: int, generator: torch.Generator | None, device: torch.device) -> Tensor:
@@ -203,7 +203,7 @@ class DenoisingProcess(NoiseProcess):
         Returns:
             Losses ``[B]`` float32.
         """
-        (alpha_bar,) = self._at(times, self.kept)
+        (alpha_bar,) = self._at(times, self.alpha_bar)
         noisy = alpha_bar.sqrt() * clean + (1 - alpha_bar).sqrt() * noise
         out = network(noisy, times, labels).float()
         if not self.config.learn_sigma:
@@ -230,7 +230,9 @@ class DenoisingProcess(NoiseProcess):
         Returns:
             Terms ``[B]`` float32, in bits per dimension.
         """
-        alpha_bar, previous_alpha_bar, posterior = self._at(times, self.kept, self.before, self.posterior)
+        alpha_bar, previous_alpha_bar, posterior = self._at(
+            times, self.alpha_bar, self.previous_alpha_bar, self.posterior
+        )
         beta = 1 - alpha_bar / previous_alpha_bar
         # The posterior mean is a linear combination of the clean and the noisy sample (arXiv 2006.11239, equation 7).
         to_clean = previous_alpha_bar.sqrt() * beta / (1 - alpha_bar)

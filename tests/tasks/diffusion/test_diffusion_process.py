@@ -38,7 +38,7 @@ class Oracle(nn.Module):
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__()
         self.config = config
-        self.kept = make_process(ProcessConfig()).kept
+        self.kept = make_process(ProcessConfig()).alpha_bar
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         clean = (labels / 10).view(-1, 1, 1, 1).expand_as(x)
@@ -68,7 +68,7 @@ class Gaussian(nn.Module):
     def __init__(self, config: ProcessConfig) -> None:
         super().__init__()
         self.config = config
-        self.kept = make_process(ProcessConfig()).kept
+        self.kept = make_process(ProcessConfig()).alpha_bar
 
     def forward(self, x: Tensor, times: Tensor, labels: Tensor) -> Tensor:
         flow = self.config.objective == "flow"
@@ -184,8 +184,8 @@ def test_the_bound_trains_the_variance_alone() -> None:
     times, labels = torch.tensor([0, 10, 500, 999]), torch.tensor([0, 1, 2, 10])
     process.losses(network, clean, noise, times, labels).sum().backward()
     weight = network.head.weight.grad.view(2, 2, 8, 16)  # type: ignore[union-attr]
-    noisy = process.kept[times].view(4, 1, 1, 1).sqrt() * clean  # type: ignore[operator]
-    noisy = noisy + (1 - process.kept[times]).view(4, 1, 1, 1).sqrt() * noise  # type: ignore[operator]
+    noisy = process.alpha_bar[times].view(4, 1, 1, 1).sqrt() * clean  # type: ignore[operator]
+    noisy = noisy + (1 - process.alpha_bar[times]).view(4, 1, 1, 1).sqrt() * noise  # type: ignore[operator]
     network.zero_grad()
     predicted = network(noisy, times, labels)[:, :4]
     (predicted - noise).square().flatten(1).mean(1).sum().backward()
