@@ -58,14 +58,9 @@ def complete(arguments: Sequence[str]) -> list[str]:
     elif previous and previous[0] in OPTIONS:
         candidates = list(OPTIONS[previous[0]])
     elif previous and previous[0] in registry.families():
-        candidates = [
-            name.split(" ")[1]
-            for tools in registry.TOOLS.values()
-            for name in tools
-            if name.startswith(f"{previous[0]} ")
-        ]
+        candidates = [name.split(" ")[1] for name in registry.LOCATIONS if name.startswith(f"{previous[0]} ")]
     elif not previous:
-        names = [name.split(" ")[0] for tools in registry.TOOLS.values() for name in tools]
+        names = [name.split(" ")[0] for name in registry.LOCATIONS]
         candidates = list(dict.fromkeys([*registry.LIGHTNING, *names, "--help", "--version"]))
     else:
         candidates = []

@@ -11,7 +11,7 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import NoReturn
 
 from typing_extensions import override
@@ -65,6 +65,9 @@ TOOLS: dict[str, dict[str, str]] = {
 }
 """Tools by group and name, each as ``module:function``."""
 
+LOCATIONS = {name: location for tools in TOOLS.values() for name, location in tools.items()}
+"""Tools of all groups by name, each as ``module:function``."""
+
 
 def passes_on(function: Callable[[Sequence[str]], int | None]) -> Callable[[Sequence[str]], int | None]:
     """Decorator that marks a tool as parsing its own command-line arguments, which it receives as a list of strings."""
@@ -98,13 +101,12 @@ def tool_named(arguments: Sequence[str]) -> str | None:
 
     Names consist of one or two words, such as ``export`` and ``prepare images``.
     """
-    names = {name for tools in TOOLS.values() for name in tools}
-    return next((name for count in (2, 1) if (name := " ".join(arguments[:count])) in names), None)
+    return next((name for count in (2, 1) if (name := " ".join(arguments[:count])) in LOCATIONS), None)
 
 
 def families() -> set[str]:
     """Return the first words of all two-word tool names, such as ``prepare`` for ``prepare images``."""
-    return {name.partition(" ")[0] for tools in TOOLS.values() for name in tools if " " in name}
+    return {name.partition(" ")[0] for name in LOCATIONS if " " in name}
 
 
 def function_of(name: str) -> Callable[..., object]:
@@ -113,9 +115,7 @@ def function_of(name: str) -> Callable[..., object]:
     Args:
         name: name of the tool, such as ``prepare images``.
     """
-    (location,) = (tools[name] for tools in TOOLS.values() if name in tools)
-    module, _, function = location.partition(":")
-    return getattr(import_module(f"mhla_tasks.tools.{module}"), function)
+    return resolve_name(f"mhla_tasks.tools.{LOCATIONS[name]}")
 
 
 def parser_of(name: str) -> tuple[Parser, Run]:
@@ -186,7 +186,7 @@ def nearest(word: str) -> str:
     Args:
         word: name that the user typed. If no command or tool has a similar name, the result is empty.
     """
-    names = [*LIGHTNING, *{name.partition(" ")[0] for tools in TOOLS.values() for name in tools}]
+    names = [*LIGHTNING, *{name.partition(" ")[0] for name in LOCATIONS}]
     matches = difflib.get_close_matches(word, names, 1)
     return f"; did you mean {matches[0]}?" if matches else ""
 
