@@ -22,7 +22,7 @@ from typing_extensions import override
 from lightning_mhla.attention import Attention, BlockLayout, Projections
 from lightning_mhla.attention.rows import padding_last, real_tokens, rows_in_order
 from lightning_mhla.swap.host import TokenGrid, fit
-from lightning_mhla.swap.masks import check_values
+from lightning_mhla.swap.masks import check_values, has_no_values
 from lightning_mhla.swap.transformers_masks import (
     GIVEN,
     check_nothing_hidden,
@@ -30,7 +30,6 @@ from lightning_mhla.swap.transformers_masks import (
     padding_mask,
     real_of_decoder,
 )
-from lightning_mhla.system.torch_private import is_fake
 
 NAME = "lightning_mhla"
 """Name of the attention function in transformers' registry. The name of the function for cross-attention begins with it."""
@@ -299,7 +298,7 @@ def _attend(
     positions, original_mask = options.get("position_ids"), options.get(GIVEN)
     # Flash attention gets no mask, so that only the positions show packed documents.
     by_positions = "flash" in module.host_config._attn_implementation
-    bounds = documents(attention_mask, x, options.get("position_ids") if by_positions else None)
+    bounds = documents(attention_mask, x, positions if by_positions else None)
     if cache is not None and cache.unread is not None:
         cache.state, cache.unread = _state_of(attention, cache.unread), None
     real = real_of_decoder(attention_mask, x, cache, original_mask, positions) if bounds is None else None
@@ -416,7 +415,7 @@ def real_first(mask: Tensor | None, x: Tensor, heads: list[Tensor]) -> Rows:
         q, k, v = heads
         return Rows(x, Projections(lambda _: (q, k, v), lambda out: out), None, None, None)
     order: Tensor | None
-    if torch.compiler.is_compiling() or is_fake(mask):  # values cannot be read, so padding may be anywhere
+    if has_no_values(mask):  # padding may be anywhere
         real, counts, order = mask, None, padding_last(mask)
     else:
         real, counts, order = real_tokens(mask, x)
@@ -489,8 +488,7 @@ def _attend_image(module: Any, x: Tensor, heads: list[Tensor], attention_mask: A
     q, k, v = heads
     # The heads are projected already, in raster order. A kind with blocks permutes them instead of projecting in block order.
     host = Projections(lambda _: (q, k, v), lambda out: out, in_raster=True)
-    out: Tensor = module.swapped(x, projections=host, layout=fit(module, module.swapped, layout, x.device))
-    return out
+    return module.swapped(x, projections=host, layout=fit(module, module.swapped, layout, x.device))
 
 
 def _check_length(attention: Attention, tokens: int) -> None:
