@@ -27,6 +27,7 @@ from torch import nn
 
 from lightning_mhla.attention import MHLA, Attention, AttentionConfig, CrossAttention, CrossAttentionConfig
 from lightning_mhla.swap.diffusers_classes import DiffusersFolders
+from lightning_mhla.swap.groups import LayerGroup
 from lightning_mhla.swap.host import CROSS, SAVED, HostLibrary
 from lightning_mhla.swap.layers import KEEP, kinds_of_layers
 from lightning_mhla.swap.saved import restored
@@ -113,7 +114,8 @@ def swap_attention(
     host = host_of(model)
     if isinstance(attention, CrossAttentionConfig) and not cross:
         raise ValueError("a CrossAttentionConfig describes cross-attention; pass cross=True, or an AttentionConfig")
-    all_layers = (host.cross if cross else host).layers(model)
+    group: LayerGroup[Any, Any] = host.cross if cross else host
+    all_layers = group.layers(model)
     saved = host.record(model) or {"attention": asdict(AttentionConfig()), "layers": {}}
     if CROSS in saved if cross else saved["layers"]:
         raise ValueError("the model's attention is already swapped; load the model again to swap it differently")
@@ -124,7 +126,7 @@ def swap_attention(
         "attention": asdict(attention),
         "layers": {str(index): kind for index, kind in enumerate(kinds) if kind != KEEP},
     }
-    swapped: Mapping[int, Any] = (host.cross if cross else host).put_in(model, record)
+    swapped = group.put_in(model, record)
     # Only after the replacement, because a model for which `put_in` raised an error has no new attention to record.
     if swapped:
         host.remember(model, {**saved, CROSS: record} if cross else {**saved, **record})
@@ -286,9 +288,9 @@ def _dtype(name: torch.dtype | str | None) -> torch.dtype | None:
     Raises:
         ValueError: if the value is not a floating-point dtype or the name of one.
     """
-    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) and name != "auto" else name
     if name in (None, "auto"):
         return None
+    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype={name!r} is not a dtype of weights, such as torch.bfloat16 or 'bfloat16'")
     return dtype
