@@ -270,13 +270,13 @@ class TokenGrid:
         # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
         if torch.compiler.is_compiling():  # sizes may be symbolic, so they cannot be keys of a dictionary
-            if self.prefix_tokens and mixes_prefix:
+            if mixes_prefix:
                 check_prefix(self.prefix_tokens, blocks, shape)
             return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         key = (shape, fitted)
         if key in self.layouts:
             return self.layouts[key]
-        if fitted != tuple(blocks):
+        if fitted != blocks:
             if mixes_prefix:
                 check_prefix(self.prefix_tokens, blocks, shape)
             log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
@@ -357,8 +357,9 @@ def fit(
     """
     if torch.compiler.is_compiling():
         return layout
-    if (fitted := (layout, device)) != owner.fitted:
-        attention.fit(*fitted)
+    fitted = (layout, device)
+    if fitted != owner.fitted:
+        attention.fit(layout, device)
         owner.fitted = None if makes_fake_tensors() else fitted  # fake tables are good for this call only
     return None
 

@@ -45,7 +45,7 @@ class TimmPatchGrid(TokenGrid):
             embedding: patch embedding of a timm model.
             args: positional arguments of the embedding. The first is a batch of images, ``[batch, channels, height, width]``.
         """
-        self.enter(tuple(embedding.dynamic_feat_size(tuple(args[0].shape[-2:]))))
+        self.enter(embedding.dynamic_feat_size(args[0].shape[-2:]))
 
 
 class TimmHost(HostLibrary):
@@ -148,14 +148,13 @@ def _build(layer: Any, config: AttentionConfig, prefix_tokens: int) -> Attention
         prefix_tokens: number of class and register tokens.
     """
     blocks = blocks_along(2, config)
-    keys = getattr(layer, "num_kv_heads", layer.num_heads)
     return build_beside(
         layer.proj.weight,
         replace(config, rotary=False),
         layer.proj.out_features,
         layer.num_heads,
         BlockLayout(blocks, blocks, prefix_tokens=prefix_tokens),  # the smallest grid; replaced by that of each image
-        key_value_heads=keys,
+        key_value_heads=getattr(layer, "num_kv_heads", layer.num_heads),
         key_width=layer.head_dim,
         value_width=layer.head_dim,
     )

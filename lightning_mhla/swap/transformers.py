@@ -300,14 +300,15 @@ def _check_layer(index: int, layer: Any, model: Any) -> None:
                 f"layer {index} drops attention weights ({name}={share}), which the new attention does not; load the model "
                 f"with {name}=0"
             )
+    family = _family(layer)
     causal = layer.is_causal and getattr(layer.config, "is_causal", True) is not False
-    if _family(layer) in DECODERS and not causal:
+    if family in DECODERS and not causal:
         raise ValueError(f"layer {index} sees later tokens too; of this family, only causal attention can be swapped")
-    if _family(layer) not in DECODERS and (layer.is_causal or getattr(layer.config, "is_causal", False)):
+    if family not in DECODERS and (layer.is_causal or getattr(layer.config, "is_causal", False)):
         raise ValueError(
             f"layer {index} is causal (is_decoder, is_causal); of this family, only encoders can be swapped"
         )
-    if _family(layer) not in TEXT_ENCODERS and _family(layer) not in DECODERS and _patches(model) is None:
+    if family not in TEXT_ENCODERS and family not in DECODERS and _patches(model) is None:
         raise ValueError(
             f"{type(model).__name__} has no image patches; of this family, only image encoders are supported"
         )
