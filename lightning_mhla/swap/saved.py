@@ -214,7 +214,7 @@ def remove_stale(folder: str | Path, stem: str, variant: str | None, suffix: str
             file.unlink(missing_ok=True)
 
 
-def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool = False) -> None:
+def check_complete(name: str, source: Any, info: Mapping[str, Any], all_weights: bool) -> None:
     """Check that the saved files of a loaded model contained its weights.
 
     Args:

@@ -171,7 +171,7 @@ def own_keys(attention_mask: Any, x: Tensor) -> Tensor | None:
     return visible_keys(attention_mask).expand(-1, -1, tokens, -1)[:, 0, :, -tokens:].diagonal(dim1=1, dim2=2)
 
 
-def key_mask(attention_mask: Any, x: Tensor, cache: Any = None) -> Tensor | None:
+def key_mask(attention_mask: Any, x: Tensor, cache: Any) -> Tensor | None:
     """Convert the attention mask of a decoder to a padding mask of its input.
 
     The letters in the shapes are: B rows, N tokens, width C. ``columns`` is the number of cached tokens plus N.
