@@ -188,6 +188,5 @@ def _saved_dtype(folder: Path) -> torch.dtype | None:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
                 if name.endswith(".to_q.weight"):
-                    dtype: torch.dtype = tensors.get_tensor(name).dtype
-                    return dtype
+                    return tensors.get_tensor(name).dtype
     return None

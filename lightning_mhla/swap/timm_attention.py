@@ -49,8 +49,7 @@ class _Swapped:
                 of tokens of the image that the model is processing.
         """
         if self.as_before:
-            out: Tensor = super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own
-            return out
+            return super().forward(x, *args, **options)  # type: ignore[misc]  # timm's own
         rope = options.pop("rope", None)
         if args or options.get("attn_mask") is not None or options.get("is_causal"):
             raise ValueError(
@@ -151,5 +150,4 @@ def _merge(module: Any, heads: Tensor, x: Tensor) -> Tensor:
     out = module.norm(heads)
     if module.gate is not None:
         out = out * module.gate(x).sigmoid()
-    dropped: Tensor = module.proj_drop(module.proj(out))
-    return dropped
+    return module.proj_drop(module.proj(out))

@@ -216,5 +216,4 @@ def _distance(new: Tensor, output: Tensor, real: Tensor | None) -> Tensor:
 
 
 def _first(output: Any) -> Tensor:
-    first: Tensor = output[0] if isinstance(output, tuple) else output
-    return first
+    return output[0] if isinstance(output, tuple) else output

@@ -161,5 +161,4 @@ def _build(layer: Any, config: CrossAttentionConfig) -> CrossAttention:
     longest = _longest(layer.config, "max_target_positions", "max_position_embeddings", "n_positions")
     layout = BlockLayout((longest,), block_size=config.block_size or longest)
     dim = layer.d_model if is_t5 else layer.embed_dim
-    attention: CrossAttention = build_beside(weight, config, dim, heads, layout, key_width=width, value_width=width)
-    return attention
+    return build_beside(weight, config, dim, heads, layout, key_width=width, value_width=width)
