@@ -41,6 +41,9 @@ log = logging.getLogger(__name__)
 
 Stage = Literal["val", "test"]
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Names under which a tokenizer and the configuration of a model hold the indices of special tokens."""
+
 
 class CausalLanguageModel(TrainingModule):
     """Base class of Lightning modules that train, evaluate and sample from a causal language model.
@@ -126,19 +129,20 @@ class CausalLanguageModel(TrainingModule):
         super().setup(stage)
         if stage == "fit":
             warn_of_untrained_far_attention(self.network, self.context)
+        data = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
         requirements = {
-            "cu_seqlens": getattr(self.trainer.datamodule, "separate_documents", False),  # type: ignore[attr-defined]
+            "cu_seqlens": getattr(data, "separate_documents", False),
             "share": self.sequence_group is not None,
             "state": stage == "predict"
             or any(isinstance(callback, TextSamples) for callback in self.trainer.callbacks),  # type: ignore[attr-defined]
         }
         self._require(*(name for name, required in requirements.items() if required))
-        groups = getattr(self.trainer.datamodule, "groups", ())  # type: ignore[attr-defined]
+        groups = getattr(data, "groups", ())
         if len(groups) > MOST:
             raise ValueError(
                 f"the data has {len(groups)} groups of questions, but at most {MOST} can be counted; use fewer"
             )
-        data_vocab_size = getattr(self.trainer.datamodule, "vocab_size", 0)  # type: ignore[attr-defined]
+        data_vocab_size = getattr(data, "vocab_size", 0)
         if groups and data_vocab_size > self.network.config.vocab_size:
             raise ValueError(
                 f"the data has vocab_size={data_vocab_size}, the model {self.network.config.vocab_size}; give both the same "
@@ -208,7 +212,7 @@ class CausalLanguageModel(TrainingModule):
                 f"--model.vocab_size={needed} or use the model's own tokenizer"
             )
         self.tokenizer, self._tokenizer_files = tokenizer, pack_tokenizer(tokenizer)
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        for name in SPECIAL_TOKENS:
             token = getattr(tokenizer, name)
             for settings in (config, self.network.generation_config):
                 present = getattr(settings, name, None)

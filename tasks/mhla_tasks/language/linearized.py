@@ -27,7 +27,7 @@ from lightning_mhla.system.options import as_dataclass
 from lightning_mhla.system.untrusted import reason
 from lightning_mhla.training.linearize import DistilledLinearization, ScoringHost, TransferOptions
 from lightning_mhla.training.options import TrainingOptions
-from mhla_tasks.language.causal import CausalLanguageModel, inputs_and_targets
+from mhla_tasks.language.causal import SPECIAL_TOKENS, CausalLanguageModel, inputs_and_targets
 from mhla_tasks.language.loss import logits_cross_entropy
 from mhla_tasks.language.networks import build_network
 from mhla_tasks.language.prompts import GenerationOptions, sampling_options
@@ -42,9 +42,6 @@ WINDOW = AttentionConfig(
 )
 """Default replacement of softmax attention. Sinks keep softmax attention to the first tokens, which trained models rely on.
 Untrained features approximate the attention to distant tokens poorly, so these tokens start with a low weight."""
-
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Configuration options that hold the indices of special tokens."""
 
 
 class LinearizedModel(CausalLanguageModel):
@@ -138,7 +135,7 @@ class LinearizedModel(CausalLanguageModel):
         defined_tokens = [
             (setting, name, getattr(setting, name))
             for setting, names in zip(settings, named, strict=True)
-            for name in TOKENS
+            for name in SPECIAL_TOKENS
             if names.get(name) is not None
         ]
         super().use_tokenizer(tokenizer)
@@ -213,7 +210,7 @@ def read_source(path: str) -> PreTrainedModel:
         swapped: PreTrainedModel = load_swapped(path, torch.float32)
         return swapped
     network = source_network(path)
-    model = build_network(network, dict(network["init_args"])["vocab_size"])
+    model = build_network(network, network["init_args"]["vocab_size"])
     load_source(model, path, AutoModelForCausalLM)
     return model
 
