@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lightning_mhla.callbacks.axes import Axis, label_width
+from lightning_mhla.callbacks.stored_pictures import StoredPicture
 from lightning_mhla.system.numbers import rounded
 
 STYLE = """
@@ -103,7 +104,7 @@ def embedded(kind: str, content: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(content).decode()}"
 
 
-def picture(caption: str, kind: str, content: bytes, width: int, dark: bytes | None = None) -> str:
+def picture(caption: str, stored: StoredPicture) -> str:
     """Return an embedded picture with a caption as an HTML figure.
 
     On a phone, a picture is shown at no less than half its size, so that its text stays readable. If it is then wider than the
@@ -111,17 +112,15 @@ def picture(caption: str, kind: str, content: bytes, width: int, dark: bytes | N
 
     Args:
         caption: text of the caption.
-        kind: MIME type of the picture, such as ``image/png``.
-        content: bytes of the picture file.
-        width: width of the picture in pixels.
-        dark: bytes of the variant for dark screens; None if there is none.
+        stored: picture to embed.
     """
     text = html.escape(caption)
-    image = f'<img alt="{text}" src="{embedded(kind, content)}">'
-    if dark is not None:
-        source = f'<source media="(prefers-color-scheme: dark)" srcset="{embedded(kind, dark)}">'
+    image = f'<img alt="{text}" src="{embedded(stored.kind, stored.content)}">'
+    if stored.dark is not None:
+        source = f'<source media="(prefers-color-scheme: dark)" srcset="{embedded(stored.kind, stored.dark)}">'
         image = f"<picture>{source}{image}</picture>"
-    return f'<figure><div class="scroll wide" style="--width: {width}px">{image}</div><figcaption>{text}</figcaption></figure>'
+    scrolled = f'<div class="scroll wide" style="--width: {stored.width}px">{image}</div>'
+    return f"<figure>{scrolled}<figcaption>{text}</figcaption></figure>"
 
 
 class Curve(NamedTuple):

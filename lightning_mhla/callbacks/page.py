@@ -268,7 +268,7 @@ def _figure(path: Path) -> str:
         return f'<div class="note">{html.escape(path.name)} is not a picture that can be read</div>'
     step, name = step_of(path), re.sub(r"-?step\d+", "", path.stem)
     caption = stored.description or (f"{name}, step {step:,}" if step >= 0 else name)
-    return picture(caption, stored.kind, stored.content, stored.width, stored.dark)
+    return picture(caption, stored)
 
 
 def _configuration(path: Path) -> str:

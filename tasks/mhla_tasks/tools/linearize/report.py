@@ -273,7 +273,7 @@ def _speed(source: PretrainedSource, work: Path, results: Mapping[str, Any]) -> 
     save_figure(figure, work / SPEED, f"Milliseconds of a forward pass by {unit}")
     stored = read_picture(work / SPEED)
     assert stored is not None
-    drawing = picture(stored.description, stored.kind, stored.content, stored.width, stored.dark)
+    drawing = picture(stored.description, stored)
     table = _table([unit, "original, ms", "linearized, ms", "times as fast"], rows)
     return f"<h2>Speed by length</h2><p>{verdict} One sample, float32, this machine.</p>{table}{drawing}"
 
