@@ -144,7 +144,7 @@ def _processor() -> str:
 
 
 def skipped_parts(
-    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int | None = None
+    trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int | None
 ) -> list[str]:
     """Return one sentence for each part that is missing from the report of a run, with the reason.
 

@@ -30,7 +30,7 @@ def check_sharded(path: Path) -> None:
     """
     try:
         listed = json.loads((path / MANIFEST).read_text())
-        expected = {str(name): (int(facts["bytes"]), int(facts["crc32"])) for name, facts in listed.items()}
+        expected = {name: (int(facts["bytes"]), int(facts["crc32"])) for name, facts in listed.items()}
     except FileNotFoundError as error:
         raise ValueError(f"{path} has no {MANIFEST}: it was not written completely") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

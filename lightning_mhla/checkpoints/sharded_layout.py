@@ -6,7 +6,6 @@ torch stores the metadata as a pickle, ``.metadata``, which can run code when it
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,7 +76,7 @@ def unpack_layout(listed: dict[str, Any], files: dict[str, int]) -> Metadata:
             raise ValueError(f"it names a file outside its folder: {str(file)[:80]}")
         start, length = _number(start), _number(length)
         index = MetadataIndex(str(name), None if offset is None else _shape(offset))
-        pieces[index] = StorageInfo(Path(file).name, start, length)
+        pieces[index] = StorageInfo(file, start, length)
     return Metadata(entries, paths, pieces)
 
 
