@@ -26,7 +26,7 @@ from lightning_mhla.attention.layout import BlockLayout, Placement
 from lightning_mhla.attention.lepe import LocalPositionalEncoding, hide_rows
 from lightning_mhla.attention.output import build_norm, open_stage
 from lightning_mhla.attention.positions import GridRotary, Rotary, SequenceRotary, build_rotary, next_positions
-from lightning_mhla.attention.projections import Projections, check_heads, split_heads
+from lightning_mhla.attention.projections import Projections, check_heads
 from lightning_mhla.attention.sequence import SequenceShare
 
 
@@ -377,8 +377,10 @@ class Attention(AttentionKind):
         return Projections(self._project, self.proj)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        assert self.qkv is not None, "a layer without projections is given those of another module"
-        return split_heads(self.qkv(x), self.sections, self.key_width, self.value_width)
+        assert self.qkv is not None
+        q, k, v = self.qkv(x).split(self.sections, dim=-1)
+        q, k = (heads.unflatten(-1, (-1, self.key_width)) for heads in (q, k))
+        return q, k, v.unflatten(-1, (-1, self.value_width))
 
 
 def check_complete_blocks(counts: Sequence[int], block_size: int) -> None:

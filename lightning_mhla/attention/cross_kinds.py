@@ -213,7 +213,7 @@ class SoftmaxCrossAttention(CrossAttention, kind="softmax"):
         if visible is not None:
             some = visible.any(1, keepdim=True)
             mask = (visible | ~some)[:, None, None]  # a row without any key would be NaN
-            v = v.masked_fill(~visible[..., None, None], 0)
+            v = hide_rows(v, visible)
         q, k, v = (x.transpose(1, 2) for x in (inputs.q, inputs.k, v))
         grouped = self.heads != self.key_value_heads
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped).transpose(1, 2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
@@ -69,21 +69,3 @@ def check_heads(
         raise ValueError(f"key_value_heads={key_value_heads} must divide heads={heads}")
     if (key_width is None or value_width is None) and dim % heads:
         raise ValueError(f"dim={dim} is not divisible by heads={heads}; give key_width and value_width")
-
-
-def split_heads(
-    projected: Tensor, sections: Sequence[int], key_width: int, value_width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Split a joint projection into the heads of queries, keys and values.
-
-    Args:
-        projected: joint projection, ``[B, N, sum(sections)]``.
-        sections: total widths of all queries, all keys and all values.
-        key_width: width of a query or key, Dk.
-        value_width: width of a value, Dv.
-
-    Returns:
-        Queries and keys ``[B, N, heads, Dk]``, and values ``[B, N, heads, Dv]``. The three may differ in the number of heads.
-    """
-    q, k, v = projected.split(list(sections), dim=-1)
-    return q.unflatten(-1, (-1, key_width)), k.unflatten(-1, (-1, key_width)), v.unflatten(-1, (-1, value_width))

@@ -206,10 +206,8 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
     @override
     def weights(self, inputs: AttentionInputs) -> Tensor:
         """Return the attention matrix ``[B, H, N, N]``, computed with :meth:`attend` from one-hot values."""
-        heads = self.heads // inputs.k.shape[2]
-        k, v = (x.repeat_interleave(heads, 2) for x in (inputs.k, inputs.v))
         # Not super().weights, which computes the matrix from summaries alone, without the softmax window.
-        return Attention.weights(self, replace(inputs, k=k, v=v))
+        return Attention.weights(self, inputs.repeated(self.heads // inputs.k.shape[2]))
 
     @override
     def continue_from(

@@ -7,7 +7,7 @@ sequences packed in one row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -166,7 +166,7 @@ def prepare(
     if bounds is not None:
         # An empty sequence has no chunk, and its final state is its initial state.
         counts = [-(-(end - start) // partition.slots) if end > start else 0 for start, end in pairwise(bounds)]
-        chunks = tuple(sum(counts[:index]) for index in range(len(counts) + 1))
+        chunks = (0, *accumulate(counts))
     rows = len(q) if bounds is None else len(bounds) - 1
     initial = (
         torch.zeros(rows, q.shape[2], q.shape[3], v.shape[3], dtype=wide, device=q.device)
