@@ -39,9 +39,10 @@ def check_mask(name: str, mask: Tensor | None, x: Tensor) -> None:
 
     The message contains ``name``, the name of the argument.
     """
-    if mask is not None:
-        check_is_tensor(name, mask)
-    if mask is not None and (mask.dtype != torch.bool or mask.shape != x.shape[:2]):
+    if mask is None:
+        return
+    check_is_tensor(name, mask)
+    if mask.dtype != torch.bool or mask.shape != x.shape[:2]:
         raise ValueError(
             f"{name} is {list(mask.shape)} {mask.dtype}; it must be bool {list(x.shape[:2])}, True for tokens"
         )

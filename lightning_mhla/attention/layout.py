@@ -266,7 +266,6 @@ class BlockLayout:
             shape[axis], shape[axes + axis] = count, size
             token = token * length + along.clamp(max=length - 1).reshape(shape)
             filled = filled & (along < end[:, None]).reshape(shape)
-        filled = filled.expand(token.shape)
         return token.reshape(prod(self.block_grid), -1), filled.reshape(prod(self.block_grid), -1)
 
     def _places_of_tokens(self, sizes: list[int], slots: int, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -66,7 +65,6 @@ def apply_gate(out: Tensor, x: Tensor, gate: nn.Module | None, activation: GateA
     return out * (values if activation == "identity" else F.silu(values))
 
 
-@torch.no_grad()
 def open_stage(gate: nn.Linear | None, lepe: LocalPositionalEncoding | None, activation: GateActivation) -> None:
     """Initialize the gate and the local positional encoding, if present, so that neither changes the layer's output.
 

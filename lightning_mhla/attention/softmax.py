@@ -182,7 +182,7 @@ class SoftmaxAttention(Attention, kind="softmax"):
         k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
         q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
-        mask = self._visible(q.transpose(1, 2), key_mask)
+        mask = self._visible(inputs.q, key_mask)
         if mask is None and self.causal is True:
             mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
         if mask is not None:

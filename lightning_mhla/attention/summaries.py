@@ -141,7 +141,7 @@ class SummaryAttention(Attention):
             q, k, feature_map = apply_features(
                 inputs.q, inputs.k, self.config.feature_map, inputs.rotary, self.config.key_weighting, inputs.key_mask
             )
-        mixing, blocks = self.coefficients(q, inputs.placement) if inputs.placement else self.coefficients(q)
+        mixing, blocks = self.coefficients(q, inputs.placement)
         eps = self.normalizer_eps(inputs)
         return q, k, mixing, {"normalize": self.config.normalize, "feature_map": feature_map, "eps": eps, **blocks}
 
