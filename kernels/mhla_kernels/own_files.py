@@ -24,8 +24,6 @@ class ForeignFileError(PermissionError):
 def own_folder(path: Path, root: Path) -> Path:
     """Create a folder in a cache, and check that it and all folders between it and ``root`` belong to a trusted user.
 
-    Trusted users are the one who runs this process, root, and the owner that the file system shows for new files.
-
     Args:
         path: folder below ``root``, or ``root`` itself.
         root: root folder of the cache, which is created if necessary and is not checked; its own path may contain links.
@@ -41,7 +39,7 @@ def own_folder(path: Path, root: Path) -> Path:
     for name in path.relative_to(root).parts:
         folder /= name
         folder.mkdir(exist_ok=True)  # one by one: parents=True would follow links on the way
-        check_own(folder, folder.lstat(), stat.S_ISDIR)
+        check_own(folder, is_kind=stat.S_ISDIR)
     return path
 
 
@@ -53,8 +51,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         flags: flags for ``os.open``; with ``os.O_CREAT``, a missing file is created.
 
     Raises:
-        ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. Trusted users are the
-            one who runs this process, root, and the owner that the file system shows for new files. With flags for writing,
+        ForeignFileError: if the path is a link, is not a regular file, or belongs to an untrusted user. With flags for writing,
             also if the file has a second hard link, whose name may be outside the cache.
         OSError: if the file cannot be opened for a different reason, for example because it does not exist.
     """
@@ -62,7 +59,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY) -> int:
         descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)  # NONBLOCK: opening a pipe would wait
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
-            check_own(path, path.lstat())
+            check_own(path)
         raise
     try:
         status = os.fstat(descriptor)  # of the open file: the path may be replaced between check and use
