@@ -30,9 +30,18 @@ def map_features(
     Returns:
         Queries, keys and values, in the shapes of ``q``, ``k`` and ``v``.
     """
-    if feature_map == "relu":
-        q, k = rectify(q), rectify(k)
-    return hide(q, query_mask), hide(k, key_mask), hide(v, key_mask)
+    return map_tokens(q, feature_map, query_mask), map_tokens(k, feature_map, key_mask), hide(v, key_mask)
+
+
+def map_tokens(x: Tensor, feature_map: FeatureMap, mask: Tensor | None) -> Tensor:
+    """Apply the feature map to queries or keys, and set the masked ones to zero.
+
+    Args:
+        x: queries or keys, ``[B, N, H, D]``.
+        feature_map: ``"identity"``, or ``"relu"`` for ``relu(x) + 1e-6``.
+        mask: ``[B, N]`` bool, False for masked tokens, which may hold any value, NaN included; None masks no token.
+    """
+    return hide(rectify(x) if feature_map == "relu" else x, mask)
 
 
 def rectify(x: Tensor) -> Tensor:

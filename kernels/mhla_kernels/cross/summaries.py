@@ -10,10 +10,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from mhla_kernels.blocks import TokenLayout
-from mhla_kernels.features import FeatureMap, hide, map_features
+from mhla_kernels.features import FeatureMap, hide, map_tokens
 from mhla_kernels.forms.chunked import read_mixtures
 from mhla_kernels.mixing.base import apply_matrix
-from mhla_kernels.problem import Weighting, prepare_tokens
+from mhla_kernels.problem import Weighting, dtype_of_sums
 
 
 class KeySummaries(NamedTuple):
@@ -55,8 +55,8 @@ def summarize_keys(
         feature_map: feature map of the keys.
         key_mask: ``[B, N]`` bool, False for masked keys, which add nothing; None if no key is masked.
     """
-    # There are no queries yet: an empty slice of the keys stands in for them.
-    _, k, v = prepare_tokens(k[:, :0], k, v, feature_map, None, key_mask)
+    dtype = dtype_of_sums(k, v)
+    k, v = map_tokens(k.to(dtype), feature_map, key_mask), hide(v.to(dtype), key_mask)
     blocks = layout.partition(k.device)
     keys = blocks.split(k)
     return KeySummaries(keys.transpose(-1, -2) @ blocks.split(v), keys.sum(-2))
@@ -85,8 +85,7 @@ def read_summaries(
     Returns:
         Outputs ``[B, N, H, V]``, in the dtype of the mixtures.
     """
-    nothing = q[:, :0]
-    q, _, _ = map_features(q.to(mixtures.products.dtype), nothing, nothing, feature_map, query_mask, None)
+    q = map_tokens(q.to(mixtures.products.dtype), feature_map, query_mask)
     totals = mixtures.totals if weighting.normalize else None
     if mixtures.products.shape[2] == 1:  # without the slots of a complete block, for a single token
         out = read_mixtures(q.transpose(1, 2)[:, :, None], mixtures.products, totals, weighting)[:, :, 0].transpose(

@@ -39,7 +39,7 @@ from mhla_kernels.checks import (
     check_problem,
     check_types,
 )
-from mhla_kernels.features import FeatureMap, map_features
+from mhla_kernels.features import FeatureMap, hide, map_tokens
 from mhla_kernels.forms.chunked import Mixer, chunked, summarize
 from mhla_kernels.mixing import MixingLike, as_mixing
 from mhla_kernels.normalizer import divide
@@ -109,8 +109,8 @@ def mhla_sequence_parallel(
     processes = group.get_group() if isinstance(group, DeviceMesh) else group
     rank, world = dist.get_rank(processes), dist.get_world_size(processes)
     bounds = block_bounds(tokens, block_size, block_offsets)
-    shares = share_blocks(len(bounds) - 1, world)
-    first, last = shares[rank], shares[rank + 1]
+    plan = SequencePlan(processes, bounds, share_blocks(len(bounds) - 1, world), rank)
+    first, last = plan.own
     _check_shares(q, k, v, key_mask)
     # one check covers the complete sequence; then the tensors of this process take the place of those without memory
     complete_q, complete_k, complete_v = (_of_complete_sequence(x, tokens) for x in (q, k, v))
@@ -134,14 +134,12 @@ def mhla_sequence_parallel(
             "use exchange='auto'"
         )
     if exchange == "auto":
-        sizes = (q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world)
         # k and v are sent in one tensor, in the wider dtype if they differ.
         sent = k.dtype if k.dtype == v.dtype else problem.accumulate
         exchange = traffic(
-            *sizes, key_value_heads=k.shape[2], terms=mixing.boundary_sums, causal=bool(causal), normalize=normalize,
-            token_bytes=sent.itemsize,
+            q.shape[0], tokens, q.shape[2], q.shape[3], v.shape[3], len(bounds) - 1, world, key_value_heads=k.shape[2],
+            terms=mixing.boundary_sums, causal=bool(causal), normalize=normalize, token_bytes=sent.itemsize,
         ).least  # fmt: skip
-    plan = SequencePlan(processes, bounds, shares, rank)
     with without_autocast(q.device.type):
         all_summaries = None
         if exchange == "tokens":
@@ -213,14 +211,14 @@ def _gathered_summaries(problem: Problem, plan: SequencePlan) -> Tensor:
     if mask is not None:
         mask = gather_shares(mask.to(torch.uint8), 1, plan.tokens, plan.group) > 0
     every_k, every_v = every.split([k.shape[-1], v.shape[-1]], -1)
-    _, every_k, every_v = map_features(every_k, every_k, every_v, problem.feature_map, mask, mask)
+    every_k, every_v = map_tokens(every_k, problem.feature_map, mask), hide(every_v, mask)
     if problem.weighting.normalize:
         every_v = _with_ones(every_v, mask)
     blocks = _partition(plan.bounds, 0, plan.shares[-1], k.device)
     return summarize(blocks.split(every_k), blocks.split(every_v))
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _SharedMixer(Mixer):
     """Callable that mixes the block summaries of this process with those of the other processes.
 
@@ -230,8 +228,8 @@ class _SharedMixer(Mixer):
             whenever the object is called.
     """
 
-    plan: SequencePlan | None = None
-    every: Tensor | None = None
+    plan: SequencePlan
+    every: Tensor | None
 
     def __call__(self, summary: Tensor, causal: bool) -> Tensor:
         """Compute a mixture of the block summaries of all processes, for each of the m blocks of this process.
@@ -243,7 +241,6 @@ class _SharedMixer(Mixer):
         Returns:
             Mixtures, in the shape of ``summary``.
         """
-        assert self.plan is not None
         return self.mixing.mix_share(summary, causal, self.plan, self.every)
 
 
@@ -262,6 +259,5 @@ def _partition(bounds: tuple[int, ...], first: int, last: int, device: torch.dev
         len(offsets) < 2 or offsets[-1] - offsets[-2] <= size
     )
     if equal:  # with the slots of a full block, also in a process that holds only the short last block
-        tokens = offsets[-1]
-        return BlockPartition(tokens, last - first, size)
+        return BlockPartition(offsets[-1], last - first, size)
     return TokenLayout(offsets[-1], 0, offsets).partition(device)
