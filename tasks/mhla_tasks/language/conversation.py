@@ -95,21 +95,16 @@ class Conversation:
         filled = self._template.fill(rendered, self.contents)
         return None if "".join(output.split()) == "".join(filled.split()) else output
 
-    def reply(self, tokens: Sequence[int]) -> str:
+    def reply(self, tokens: Sequence[int]) -> None:
         """Add a reply of the model to the conversation.
 
         Args:
             tokens: token indices of the reply, without the token that ended it.
-
-        Returns:
-            Text of the reply.
         """
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
-        self._append("assistant", text)
+        self._append("assistant", self.tokenizer.decode(list(tokens), skip_special_tokens=True))
         self.ids = [*self.ids, *tokens]
         if self._rendered:
             self._rendered += placeholder(len(self.contents) - 1)
-        return text
 
     def take_back(self) -> None:
         """Remove the last user message, which must not have a reply yet."""
