@@ -93,10 +93,8 @@ class Chat:
         sampling: Mapping[str, Any],
     ) -> None:
         self.model, self.tokenizer, self.system = model, tokenizer, system
-        self.count, self.sampling = (
-            count,
-            GenerationOptions(count, **sampling_options(model.generation_config, sampling)).sampling(),
-        )
+        self.count = count
+        self.sampling = GenerationOptions(count, **sampling_options(model.generation_config, sampling)).sampling()
         self.reset()
 
     def reset(self) -> None:

@@ -52,9 +52,8 @@ def continue_prompts(
         new_tokens = count
         if new_tokens is None:
             limit = longest(model)
-            new_tokens = LONGEST
-            if limit is not None:  # the last new token is not an input
-                new_tokens = max(1, min(LONGEST, limit - ids.shape[1] + 1))
+            # The last new token is not an input.
+            new_tokens = LONGEST if limit is None else max(1, min(LONGEST, limit - ids.shape[1] + 1))
         options = GenerationOptions(new_tokens, **chosen).for_generate()
         streamer = TextPrinter(tokenizer, skip_prompt=False)
         generate_tokens(model, ids, mask, streamer=streamer, **options)

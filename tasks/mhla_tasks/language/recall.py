@@ -175,19 +175,14 @@ class _RecallSamples:
 
     def __init__(self, data: AssociativeRecall, stage: str) -> None:
         self.parts, self.stage = data.parts[stage], stage
-        self.vocab_size, self.power, self.fill, self.seed = (
-            data.vocab_size,
-            data.power,
-            data.random_non_queries,
-            data.seed,
-        )
-        self.pairs = data.pairs
+        self.vocab_size, self.power, self.fill = data.vocab_size, data.power, data.random_non_queries
+        self.seed, self.pairs = data.seed, data.pairs
         self.ends = np.cumsum([part.samples for part in self.parts])
         self.longest = max(part.tokens for part in self.parts)
         self.shard_sizes: Sequence[int] = [int(self.ends[-1])]
 
     def __len__(self) -> int:
-        return int(self.ends[-1])
+        return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         part = self.parts[int(np.searchsorted(self.ends, index, side="right"))]

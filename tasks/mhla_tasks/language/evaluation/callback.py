@@ -68,7 +68,7 @@ class LMEval(PeriodicEvaluation):
             raise ValueError("tasks is empty; name at least one, mmlu for example")
         super().__init__(every_n_steps, at_end)
         self.tasks = tasks
-        self.options = {"num_fewshot": num_fewshot, "limit": limit, "batch_size": batch_size}
+        self.num_fewshot, self.limit, self.batch_size = num_fewshot, limit, batch_size
         self.max_length, self.cut = max_length, cut
         self.data_dir, self.include_path = data_dir, include_path
         self.scores: dict[str, float] = {}
@@ -103,14 +103,14 @@ class LMEval(PeriodicEvaluation):
                 pl_module.tokenizer,
                 max_length=self.max_length,
                 cut=self.cut,
-                batch_size=self.options["batch_size"],
+                batch_size=self.batch_size,
             )
             results = simple_evaluate(
                 model,
                 tasks=list(self.tasks),
                 task_manager=self._manager,
-                num_fewshot=self.options["num_fewshot"],
-                limit=self.options["limit"],
+                num_fewshot=self.num_fewshot,
+                limit=self.limit,
                 # Standard errors are not logged, and bootstrapping them takes time.
                 bootstrap_iters=0,
                 log_samples=False,

@@ -235,13 +235,10 @@ class MHLALM(HFLM):
 
         The entries are the number of parameters, the dtype, and the fraction of prompts that this process cut, by task.
         """
-        prompts = sum(self.prompts.values())
         return {
             "model_num_parameters": self.model.num_parameters(),
             "model_dtype": str(self.model.dtype),
-            "prompts_cut": {
-                task: self.prompts_cut[task] / number for task, number in sorted(self.prompts.items()) if prompts
-            },
+            "prompts_cut": {task: self.prompts_cut[task] / number for task, number in sorted(self.prompts.items())},
         }
 
 
