@@ -53,7 +53,8 @@ def cross_weights(problem: CrossProblem) -> Tensor:
     """
     partition = problem.layout.partition(problem.q.device)
     queries, keys = partition.token_blocks(problem.q.device)
-    return reference.weights(problem.q, problem.k, partition.matrix(problem.mixing), queries, problem.weighting, keys)
+    matrix = partition.matrix(problem.mixing)
+    return reference.weights(problem.q, problem.k, matrix, problem.weighting, queries, keys)
 
 
 def _attend(problem: CrossProblem, form: Form) -> Tensor:

@@ -67,9 +67,9 @@ def attention_weights(problem: Problem) -> Tensor:
         problem: checked arguments, with mapped features and one key head per query head, as
             :func:`mhla_kernels.problem.prepare` returns them.
     """
-    q, k, layout = problem.q, problem.k, problem.layout
-    matrix = problem.mixing.matrix(layout.most_blocks)
-    return reference.weights(q, k, matrix, layout.token_blocks(q.device), problem.weighting)
+    layout = problem.layout
+    matrix, where = problem.mixing.matrix(layout.most_blocks), layout.token_blocks(problem.q.device)
+    return reference.weights(problem.q, problem.k, matrix, problem.weighting, where, where)
 
 
 def _parallel(problem: Problem) -> Tensor:

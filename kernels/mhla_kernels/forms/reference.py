@@ -18,9 +18,9 @@ def weights(
     q_BNHK: Tensor,
     k_BJHK: Tensor,
     mixing: Tensor,
-    where: TokenBlocks,
     weighting: Weighting,
-    where_keys: TokenBlocks | None = None,
+    queries: TokenBlocks,
+    keys: TokenBlocks,
 ) -> Tensor:
     """Compute the attention weights of N queries and J keys directly from their definition.
 
@@ -32,23 +32,21 @@ def weights(
         q_BNHK: queries, ``[B, N, H, K]``.
         k_BJHK: keys, ``[B, J, H, K]``.
         mixing: coefficients m of M blocks, ``[M, M]`` or ``[H, M, M]``; ``[Mq, Mk]`` or ``[H, Mq, Mk]`` in cross-attention.
-        where: index of the block and of the packed sequence that contain each query.
         weighting: causality and normalization of the weights.
-        where_keys: index of the block and of the packed sequence that contain each key; None in self-attention, where it
-            is the same as ``where``.
+        queries: index of the block and of the packed sequence that contain each query.
+        keys: index of the block and of the packed sequence that contain each key.
 
     Returns:
         Weights, ``[B, H, N, J]``.
     """
     causal = weighting.causal
-    keys = where if where_keys is None else where_keys
     products = torch.einsum("bthk,bjhk->bhtj", q_BNHK, k_BJHK)
-    products = weigh(products, expand_pairs(mixing, where, keys), causal, where, keys)
+    products = weigh(products, expand_pairs(mixing, queries, keys), causal, queries, keys)
     if weighting.scale is not None:
         return products * weighting.scale
     shares = divide(products, products.sum(-1, keepdim=True), weighting.eps)
     # hide later keys again, so that no gradient reaches them, not even one that overflowed
-    return hide_later(shares, causal, where.order)
+    return hide_later(shares, causal, queries.order)
 
 
 def attend(weights_BHNJ: Tensor, v_BJHV: Tensor) -> Tensor:
