@@ -59,7 +59,6 @@ from mhla_kernels.triton_backend.tables import START as _START
 
 START, END, ROW, LOW, HIGH = (tl.constexpr(row) for row in (_START, _END, _ROW, _LOW, _HIGH))
 OUT, DQ, DV, DK = (tl.constexpr(mode) for mode in range(4))
-MODES = ("out", "dq", "dv", "dk")
 
 
 @triton.jit
@@ -430,7 +429,6 @@ def attend(
     call: Call,
     mode: int,
     operands: tuple[Tensor, Tensor, Tensor],
-    row_tokens: Tensor,
     mixed: Tensor | None,
     running: Tensor | None,
     weights: tuple[Tensor, Tensor] | None,
@@ -446,7 +444,6 @@ def attend(
         mode: result to compute: ``OUT.value`` for the outputs; ``DQ.value``, ``DV.value`` or ``DK.value`` for a gradient.
         operands: tensors x, y and a of the formula: (q, k, v) for OUT, (dO, v, k) for DQ, (k, q, dO) for DV and (v, dO, q) for
             DK, where dO is the gradient of the outputs.
-        row_tokens: tensor whose tokens are the rows of the result: q for OUT and DQ, k for DV and DK.
         mixed: mixed summaries of M blocks, ``[B * H, M, K * V + K]`` float32; in the spanning form, T running sums for each of
             M chunks, ``[B * H * T, M, K * V + K]``. None in the parallel form.
         running: for each piece of a block, the summary of the pieces before it (after it for DV and DK),
@@ -462,6 +459,7 @@ def attend(
         the gradient of the weight with which each token reads or writes each of T running sums, ``[B * H, N, T]``.
     """
     x, y, a = operands
+    row_tokens = call.q if mode in (OUT.value, DQ.value) else call.k
     # q also stands for k in mode DK: both have the same shape and, on the side of the keys in cross-attention, are the keys.
     out_like = call.v if mode in (OUT.value, DV.value) else call.q
     out = torch.empty(out_like.shape, dtype=out_like.dtype, device=out_like.device)

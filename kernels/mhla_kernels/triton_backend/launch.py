@@ -34,7 +34,7 @@ def forward(call: Call, keys: Call) -> Tensor:
         mixed = MIXERS[call.arguments.mixer].mix(call, summary)
         if call.block_causal:  # as in the PyTorch form, a block whose own sums overflowed reads NaN, not a wrong number
             mixed.masked_fill_(are_overflowed(summary)[..., None], torch.nan)
-    return attend(call, OUT.value, (call.q, keys.k, keys.v), call.q, mixed, running, None)[0]
+    return attend(call, OUT.value, (call.q, keys.k, keys.v), mixed, running, None)[0]
 
 
 def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> list[Tensor | None]:
@@ -72,7 +72,7 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
         summary, running = summarize(keys, k, v)
     if of_q or call.normalize:  # mode DQ also writes the weights that the other modes read
         mixed = None if summary is None else mixer.mix(call, summary)
-        dq, _ = attend(call, DQ.value, (gradient, v, k), q, mixed, running, weights)
+        dq, _ = attend(call, DQ.value, (gradient, v, k), mixed, running, weights)
     mixed = running = None  # frees these summaries before those of the other direction are allocated
     if call.chunked and (of_k or of_v or of_mixing):
         d_mixed, later = summarize(call, q, gradient, weights, reverse=True)
@@ -83,11 +83,11 @@ def backward(call: Call, keys: Call, gradient: Tensor, needs_gradient: Sequence[
         if of_k or of_v or call.token_causal:
             mixed = mixer.mix(keys, d_mixed, transposed=True)
     if of_v:
-        dv, _ = attend(keys, DV.value, (k, q, gradient), k, mixed, later, weights)
+        dv, _ = attend(keys, DV.value, (k, q, gradient), mixed, later, weights)
     # in causal attention, m[i, i] weights pairs of tokens inside block i, which the mixing of summaries does not include
     needs_diagonal = of_mixing and call.chunked and call.token_causal
     if of_k or needs_diagonal:
-        dk, diagonal = attend(keys, DK.value, (v, gradient, q), k, mixed, later, weights, needs_diagonal)
+        dk, diagonal = attend(keys, DK.value, (v, gradient, q), mixed, later, weights, needs_diagonal)
     if of_mixing and not call.chunked:
         coefficients = [pair_gradient(keys, gradient, weights)]
     if diagonal is not None:

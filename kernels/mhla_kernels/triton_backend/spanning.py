@@ -113,7 +113,7 @@ def forward(call: Call) -> Tensor:
         Outputs, ``[B, N, H, V]``.
     """
     sums = _carry(call, summarize(call, call.k, call.v)[0])
-    return attend(call, OUT.value, (call.q, call.k, call.v), call.q, sums, None, None)[0]
+    return attend(call, OUT.value, (call.q, call.k, call.v), sums, None, None)[0]
 
 
 def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor]]:
@@ -140,13 +140,13 @@ def backward(call: Call, gradient: Tensor, needs_gradient: Sequence[bool]) -> tu
         weights = q.new_empty(shape, dtype=torch.float32), q.new_empty(shape, dtype=torch.float32)
     if of_q or of_mixing or call.normalize:  # mode DQ also writes the weights that the other modes read
         sums = _carry(call, summarize(call, k, v)[0])
-        dq, by_query = attend(call, DQ.value, (gradient, v, k), q, sums, None, weights, of_mixing)
+        dq, by_query = attend(call, DQ.value, (gradient, v, k), sums, None, weights, of_mixing)
     if of_k or of_v or of_mixing:
         later = _carry(call, summarize(call, q, gradient, weights, reverse=True)[0], reverse=True)
         if of_v:
-            dv, _ = attend(call, DV.value, (k, q, gradient), k, later, None, weights)
+            dv, _ = attend(call, DV.value, (k, q, gradient), later, None, weights)
         if of_k or of_mixing:
-            dk, by_key = attend(call, DK.value, (v, gradient, q), k, later, None, weights, of_mixing)
+            dk, by_key = attend(call, DK.value, (v, gradient, q), later, None, weights, of_mixing)
         if of_mixing:
             assert sums is not None
             assert by_query is not None
