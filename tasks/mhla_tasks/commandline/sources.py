@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -84,19 +85,16 @@ def read_sources(line: CommandLine) -> list[Source]:
     files: list[Source] = []
     if not line.asks_for("config") and (folder := line.last("run_dir")):
         run_configuration = Path(folder) / "config.yaml"
-        files += (
-            _with_included(_read(run_configuration, ()), run_configuration.parent)
-            if run_configuration.is_file()
-            else []
-        )
-    for text, option in ((option.value, option) for option in line.options if option.name == "config"):
-        if text is not None and text.lstrip().startswith("{"):
-            files += _with_included(_inline(option.text, text), Path())
-        else:
-            files += _with_included(_read(Path(text or ""), ()), Path(text or "").parent)
+        if run_configuration.is_file():
+            files += _with_included(_read(run_configuration, ()), run_configuration.parent)
     typed: list[Source] = []
     for option in line.options:
-        if option.name != "config" and option.value is not None:
+        text = option.value or ""
+        if option.name == "config" and text.lstrip().startswith("{"):
+            files += _with_included(_inline(option.text, text), Path())
+        elif option.name == "config":
+            files += _with_included(_read(Path(text), ()), Path(text).parent)
+        elif option.value is not None:
             typed += _with_included(_typed(option), Path())
     return [*(_inside(source, line.command) for source in files), *typed]
 
@@ -203,9 +201,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]
     loaded = parse_yaml(text, Loader)
     lines: dict[tuple[str | int, ...], int] = {}
     # The nodes give line numbers and repeated keys, which yaml.load discards; the loaded values are used for everything else.
-    root = yaml.compose(text, Loader)
-    if root is not None:
-        _note_lines(root, (), lines)
+    _note_lines(yaml.compose(text, Loader), (), lines)
     if loaded is None:
         raise ValueError("contains no options: it is empty or has only comments")
     if not isinstance(loaded, dict):
@@ -290,10 +286,7 @@ def _split(
 def _names_a_file(key: str, value: str, folder: Path) -> bool:
     if key not in INCLUDES and not value.endswith((".yaml", ".yml")):
         return False
-    try:
-        return (folder / value).is_file()
-    except (OSError, ValueError):  # too long for a file name, or with a null byte
-        return False
+    return os.path.isfile(folder / value)  # Path.is_file raises an error if the value is too long
 
 
 def literal(text: str) -> Any:

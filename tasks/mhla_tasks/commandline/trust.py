@@ -14,7 +14,7 @@ import dataclasses
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
@@ -102,7 +102,7 @@ def allow_classes(sources: Sequence[Source]) -> None:
                 check.value(source, str(name), value, bases)
     # The list of the parser is global: a class permitted for one parameter must not be named by a file for any other one.
     for source, path, text in check.plain:
-        if any(text == name or text.startswith(f"{name}.") for name in check.found) and not source.typed:
+        if _is_within(text, check.found) and not source.typed:
             raise AllowError(f"{source.origin}: {path} accepts no class or function, got {text}")
     _classes.extend(sorted(check.found))
     _tell_parser()
@@ -234,8 +234,7 @@ class _Check:
                 ]
                 self.found |= {name for base in named_classes for name in _paths(base)}
             kinds = self._named.get(path) or list(bases)
-            inner = value.get("init_args") if "class_path" in value or "init_args" in value else None
-            self.arguments(source, path, inner, kinds)
+            self.arguments(source, path, value.get("init_args"), kinds)
             self.arguments(source, path, {k: v for k, v in value.items() if k not in CLASS_OPTIONS}, kinds)
             self.arguments(source, path, value.get("dict_kwargs"), [])
 
@@ -262,7 +261,8 @@ class _Check:
             self.value(source, f"{path}.{name}", value, bases)
 
     def _text(self, source: Source, path: str, text: str, bases: tuple[type, ...]) -> None:
-        if bases and _is_file(text):  # the parser would read the file, whose classes are not checked
+        # The parser would read the file, whose classes are not checked.
+        if bases and os.path.exists(text) and not os.path.isdir(text):
             raise AllowError(
                 f"{source.origin}: {path}: {text[:100]} is a file; options are read from files that end in .yaml"
             )
@@ -371,20 +371,13 @@ def _is_installed(class_path: str) -> bool:
         spec = find_spec(class_path.split(".")[0])
     except (ImportError, ValueError):
         return False
-    locations = [
-        Path(location) for location in (spec.submodule_search_locations or [spec.origin or ""] if spec else [])
-    ]
-    return spec is not None and all(location.parent.resolve() != Path.cwd().resolve() for location in locations)
-
-
-def _is_file(text: str) -> bool:
-    try:
-        return os.path.exists(text) and not os.path.isdir(text)
-    except ValueError:  # a null byte
+    if spec is None:
         return False
+    locations = [Path(location) for location in spec.submodule_search_locations or [spec.origin or ""]]
+    return all(location.parent.resolve() != Path.cwd().resolve() for location in locations)
 
 
-def _is_within(path: str, names: Sequence[str]) -> bool:
+def _is_within(path: str, names: Collection[str]) -> bool:
     return any(path == name or path.startswith(f"{name}.") for name in names)
 
 
