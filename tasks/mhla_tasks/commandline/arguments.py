@@ -42,6 +42,11 @@ class Option:
         """Option as the user typed it, for messages."""
         return " ".join(self.words)
 
+    @property
+    def is_request(self) -> bool:
+        """Whether the option only prints a text, such as ``--help``, and is not part of a run's configuration."""
+        return self.name in WITHOUT_VALUE or self.name.endswith(HELP)
+
 
 @dataclass(frozen=True)
 class CommandLine:
@@ -108,7 +113,7 @@ def read_words(arguments: Sequence[str], commands: Collection[str]) -> CommandLi
     if command is None:
         raise UsageError(f"no command is given; the commands are {', '.join(commands)}")
     for option in options:
-        if option.value is None and option.name not in WITHOUT_VALUE and not option.name.endswith(HELP):
+        if option.value is None and not option.is_request:
             raise UsageError(f"{option.text} needs a value: {option.text}=VALUE")
     return CommandLine(command, tuple(options))
 

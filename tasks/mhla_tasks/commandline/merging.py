@@ -26,9 +26,6 @@ Classes = tuple[type, ...]
 KIND = "kind"
 """Key of an :class:`AttentionConfig` whose value determines which ``options`` the attention accepts."""
 
-REQUESTS = ("print_config", "help")
-"""Options that only print a text, and are not part of a run's configuration."""
-
 ROOTS: Mapping[str, Classes] = {
     "model": (LightningModule,),
     "data": (LightningDataModule,),
@@ -55,10 +52,9 @@ def merge(sources: Sequence[Source]) -> dict[str, Any]:
             continue
         path = source.option.name.split(".")
         value = _typed_value(source, path)
-        if value is not None and source.option.name not in REQUESTS and path[-1] != "help":
+        if value is not None and not source.option.is_request:
             _put_argument(configuration, path[0], path[1:], value, ROOTS)
-    plain: dict[str, Any] = _plain(configuration)
-    return plain
+    return _plain(configuration)
 
 
 def _kinds_first(sources: Sequence[Source]) -> list[Source]:

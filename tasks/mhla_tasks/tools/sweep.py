@@ -95,11 +95,10 @@ class Sweep:
         """Return the folder and the parsed command line of each run, one for each combination of values."""
         combinations = []
         for combination in itertools.product(*self.values.values()):
-            options = [
-                Option(key, value, (f"--{key}={value}",)) for key, value in zip(self.values, combination, strict=True)
-            ]
-            folder = self.folder / name_of(dict(zip(self.values, combination, strict=True)))
-            combinations.append((folder, replace(self.line, options=(*self.line.options, *options))))
+            chosen = dict(zip(self.values, combination, strict=True))
+            options = [Option(key, value, (f"--{key}={value}",)) for key, value in chosen.items()]
+            run_line = replace(self.line, options=(*self.line.options, *options))
+            combinations.append((self.folder / name_of(chosen), run_line))
         return combinations
 
 
@@ -267,7 +266,7 @@ def run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"error: {harmless(str(error))}\nhelp: lightning fit --help\n")
         return 2
     fit = [sys.executable, "-m", "mhla_tasks", "fit"]
-    if any(option.name in ("help", "print_config") or option.name.endswith(HELP) for option in line.options):
+    if any(option.is_request for option in line.options):
         return run_command([*fit, *sweep.line.words])
     runs, failed = sweep.runs(), []
     progress = SweepProgress(len(runs), Console(file=sys.stderr, highlight=False))
@@ -392,20 +391,13 @@ def _submit(folder: Path, arguments: Sequence[str], progress: SweepProgress) -> 
 
 def _saved_arguments(line: CommandLine) -> dict[str, Any]:
     """Return the arguments of a run without secrets (``words``), and the SHA-256 of each configuration file (``configs``)."""
-    files = {
-        path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in line.values("config") if _is_file(path)
-    }
+    # Path.is_file raises an error for a mapping in place of a file if the mapping is too long for a file name.
+    paths = [path for path in line.values("config") if os.path.isfile(Path(path))]
+    files = {path: hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths}
     return {
         "words": [present_word(redact(word)) for word in line.words],
         "configs": {redact(path): digest for path, digest in files.items()},
     }
-
-
-def _is_file(path: str) -> bool:
-    try:
-        return Path(path).is_file()
-    except OSError:  # a mapping in place of a file, which is too long for a file name
-        return False
 
 
 def _begin(folder: Path, line: CommandLine) -> None:
