@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mhla_tasks.commandline.merging import ROOTS, Classes, chosen_classes
-from mhla_tasks.commandline.problems import dotted, located, value_at
+from mhla_tasks.commandline.problems import located, message_at, value_at
 from mhla_tasks.commandline.signatures import accepts_null, option_classes, parameter_hints, union_members
 from mhla_tasks.commandline.sources import Source, literal
 from mhla_tasks.commandline.trust import CLASS_OPTIONS
@@ -88,6 +88,5 @@ def _message(path: tuple[str, ...], expected: str, sources: Sequence[Source]) ->
             value = value_at(source.values, place)
             is_null = value is None or (isinstance(value, str) and literal(value) is None)
             if keys == list(path) and (is_null or (isinstance(value, list) and None in value)):
-                line = source.lines.get(place)
-                return f"{source.origin}: {dotted(place)}: {text}{f' (line {line})' if line else ''}"
+                return message_at(source, place, text)
     return f"{'.'.join(path)}: {text}"

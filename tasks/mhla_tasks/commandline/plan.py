@@ -24,7 +24,6 @@ from mhla_tasks.commandline.problems import (
     find_repeated_option,
     find_unknown_key,
 )
-from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source, mapping, read_sources
 from mhla_tasks.commandline.trust import AllowError, allow_classes, allow_imports, subclass_named
 from mhla_tasks.commandline.user_modules import UnknownModuleError
@@ -93,13 +92,12 @@ def make_plan(line: CommandLine) -> Plan:
     if problem := _find_problem(line, sources):
         raise UsageError(problem)
     run = _strongest(sources, "run_dir")
+    requested = _requested_checkpoint(sources, run)
     try:
-        checkpoint = choose_checkpoint(
-            Path(run) if run else None, _requested_checkpoint(sources, run), line.command == "fit"
-        )
+        checkpoint = choose_checkpoint(Path(run) if run else None, requested, line.command == "fit")
         remembered = []
         # A run folder without ckpt_path needs no options of the checkpoint, because its config.yaml is among the sources.
-        if checkpoint is not None and _requested_checkpoint(sources, run) is not None:
+        if checkpoint is not None and requested is not None:
             remembered = [Source(checkpoint, remembered_options(checkpoint, sources))]
         all_sources, remembered_moves = move_keys([*remembered, *sources])
         allow_classes(all_sources)
@@ -183,7 +181,7 @@ def _find_problem(line: CommandLine, sources: Sequence[Source]) -> str | None:
     roots = {*OWN, *ROOTS, *method_options(line.command)}
     trainer = set(inspect.signature(Trainer.__init__).parameters) - {"self"}
     return (
-        find_options_of_another_command(sources, line.command, LIGHTNING)
+        find_options_of_another_command(sources, line.command)
         or find_unknown_key(sources, roots, trainer)
         or find_repeated_option(line)
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 from mhla_tasks.commandline.arguments import CommandLine
 from mhla_tasks.commandline.extras import name_the_extra
+from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.signatures import option_dataclasses, option_names, takes_options_alone
 from mhla_tasks.commandline.sources import Source
 from mhla_tasks.commandline.trust import CLASS_OPTIONS, AllowError, find_class
@@ -53,7 +54,7 @@ def find_unknown_key(sources: Sequence[Source], roots: Collection[str], trainer:
                 key == "trainer" and not isinstance(value, dict)
             ):
                 problem = f"{source.origin}: {key} must contain options (KEY: VALUE), got {value}"
-            elif key == "trainer" and isinstance(value, dict):
+            elif key == "trainer":
                 problem = _check_trainer(source, value, trainer)
             elif key in ("model", "data"):
                 problem = _check_class(source, key, value, classes)
@@ -102,16 +103,15 @@ def find_repeated_option(line: CommandLine) -> str | None:
     return None
 
 
-def find_options_of_another_command(sources: Sequence[Source], command: str, commands: Collection[str]) -> str | None:
+def find_options_of_another_command(sources: Sequence[Source], command: str) -> str | None:
     """Return an error message for the first file that has a section for a different command; None if no file does.
 
     Args:
         sources: configuration files and command-line options, from lowest to highest priority.
         command: command that runs, such as ``fit``.
-        commands: names of all commands.
     """
     for source in sources:
-        other_commands = [name for name in commands if name != command and isinstance(source.values.get(name), dict)]
+        other_commands = [name for name in LIGHTNING if name != command and isinstance(source.values.get(name), dict)]
         if other_commands and not source.typed:
             return (
                 f"{source.origin} contains options of `lightning {other_commands[0]}`, but this is `lightning {command}`; "
@@ -273,9 +273,20 @@ def shorten(message: str, sources: Sequence[Source]) -> str:
     if unfit:  # the message quotes no value; the wrong one is most likely a text
         wrong = [(source, path) for source, path in places if isinstance(value_at(source.values, path), str)]
     for source, path in wrong or places:  # a stronger source may have the same key with a valid value
-        line = source.lines.get(path)
-        return f"{source.origin}: {dotted(path)}: {text}{f' (line {line})' if line else ''}"
+        return message_at(source, path, text)
     return f"{'.'.join(keys)}: {text}"
+
+
+def message_at(source: Source, path: tuple[str | int, ...], text: str) -> str:
+    """Return an error message that names a source, the option in it, and the line if the source is a file.
+
+    Args:
+        source: configuration file or command-line option that sets the option.
+        path: keys and list indices that lead to the option in the source.
+        text: description of the problem.
+    """
+    line = source.lines.get(path)
+    return f"{source.origin}: {dotted(path)}: {text}{f' (line {line})' if line else ''}"
 
 
 def located(values: Any, tail: list[str], path: tuple[str | int, ...]) -> Iterator[tuple[str | int, ...]]:
