@@ -255,16 +255,14 @@ def _raised_in(error: BaseException) -> tuple[str, bool]:
     Errors without a ``raise`` statement, such as the one from ``1 + None``, come from the Python interpreter and point to a
     bug. The name of the package is empty if the error has no traceback.
     """
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames:
+    link = error.__traceback__
+    if link is None:
         return "", False
-    frame, _ = frames[-1]
+    while link.tb_next is not None:
+        link = link.tb_next
+    frame = link.tb_frame
     # A script has no package, and its name is __main__.
     name = str(frame.f_globals.get("__package__") or frame.f_globals.get("__name__", ""))
-    link = error.__traceback__
-    while link is not None and link.tb_next is not None:
-        link = link.tb_next
-    assert link is not None
     # The bytecode at the failing instruction tells a deliberate `raise` from an error of the interpreter.
     return name.partition(".")[0], frame.f_code.co_code[link.tb_lasti] == dis.opmap["RAISE_VARARGS"]
 

@@ -57,6 +57,9 @@ OF_THE_MACHINE = (
 They are also recognized inside the messages of other errors, and in the chain of errors that caused the reported one.
 """
 
+FULL = 1 << 20
+"""Number of free bytes below which a disk counts as full."""
+
 SHARED_MEMORY = (
     "a worker process found no space in shared memory (/dev/shm): use fewer worker processes (--data.num_workers=0 "
     "uses none), or enlarge it (docker run --shm-size=8g, mount -o remount,size=8g /dev/shm)"
@@ -182,13 +185,10 @@ def _path_of(error: OSError) -> str | None:
     return os.fsdecode(name) if isinstance(name, str | bytes | os.PathLike) and name else None
 
 
-def full_places(free: int = 1 << 20) -> list[str]:
+def full_places() -> list[str]:
     """Search the command-line arguments, the working folder and the folder for temporary files for paths on full disks.
 
     If writing to an open file fails, the error does not contain its path. This search finds likely candidates.
-
-    Args:
-        free: number of free bytes below which a disk counts as full.
 
     Returns:
         At most two paths on full disks.
@@ -198,7 +198,7 @@ def full_places(free: int = 1 << 20) -> list[str]:
     for name in [*argument_paths, os.curdir, tempfile.gettempdir()]:
         path = next((part for part in (Path(name), *Path(name).parents) if name and os.path.lexists(part)), None)
         try:
-            full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < free
+            full = path is not None and os.access(path, os.W_OK) and shutil.disk_usage(path).free < FULL
         except OSError:
             continue
         if full and name not in places:

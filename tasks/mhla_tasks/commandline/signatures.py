@@ -92,9 +92,8 @@ def takes_options_alone(kind: type, name: str) -> bool:
         kind: class with the parameter.
         name: name of the parameter.
     """
-    hint = parameter_hints(kind).get(name)
-    kinds = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    option_kinds = [member for member in kinds if member is not types.NoneType]
+    members = union_members(parameter_hints(kind).get(name))
+    option_kinds = [member for member in members if member is not types.NoneType]
     return bool(option_kinds) and all(
         isinstance(member, type) and dataclasses.is_dataclass(member) for member in option_kinds
     )
