@@ -103,6 +103,12 @@ def check_trainer(trainer: Any) -> None:
             raise ValueError(f"--trainer.{name}={value} must be at least 1")
 
 
+def callbacks_of(trainer: Any) -> list[Any]:
+    """Return the options of each callback in the options of a Trainer, which may name one callback without a list."""
+    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
+    return [callback for callback in callbacks if callback is not None]
+
+
 def check_callbacks(options: Any) -> None:
     """Reject callbacks of Lightning that do not work with a model of this package.
 
@@ -115,12 +121,11 @@ def check_callbacks(options: Any) -> None:
         ValueError: if the model is one of this package, and the class of a callback or one of its base classes is listed in
             :data:`UNSUPPORTED`.
     """
-    callbacks = options.trainer.callbacks
     if subclass_named((options.get("model") or {}).get("class_path"), (TrainingModule,)) is None:
         return
-    for callback in callbacks if isinstance(callbacks, list) else [callbacks]:
+    for callback in callbacks_of(options.trainer):
         for kind, reason in UNSUPPORTED.items():
-            if callback is not None and subclass_named(callback.class_path, (kind,)) is not None:
+            if subclass_named(callback.class_path, (kind,)) is not None:
                 raise ValueError(f"trainer.callbacks: {callback.class_path.rpartition('.')[2]} {reason}")
 
 

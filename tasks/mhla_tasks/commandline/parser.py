@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any, ClassVar, NoReturn
 
 from jsonargparse import Namespace
@@ -35,6 +34,7 @@ from mhla_tasks.commandline.late_imports import without_collection
 from mhla_tasks.commandline.memory import remembered_network
 from mhla_tasks.commandline.moved_keys import notice
 from mhla_tasks.commandline.options import (
+    callbacks_of,
     check_callbacks,
     check_trainer,
     leave_out_monitors,
@@ -126,9 +126,7 @@ class SuiteCLI(LightningCLI):
             "addition to those of this suite and Lightning. They are imported, which runs their code. Only on the command "
             "line.",
         )
-        parser.add_method_arguments(
-            Trainer, command, skip=OBJECTS & set(signature(getattr(Trainer, command)).parameters)
-        )
+        parser.add_method_arguments(Trainer, command, skip=OBJECTS)
         parser.set_defaults({"weights_only": True})
         if command == "predict":
             parser.set_defaults({"return_predictions": False})  # callbacks write the predictions
@@ -235,10 +233,8 @@ class SuiteCLI(LightningCLI):
 
 def _has_progress_bar(trainer: Namespace) -> bool:
     """Return whether the Trainer's options choose a progress bar or disable it, so that none needs to be added."""
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else [trainer.callbacks]
-    names = [callback.class_path for callback in callbacks if callback is not None]
     return (
-        any(subclass_named(name, (ProgressBar,)) is not None for name in names)
+        any(subclass_named(callback.class_path, (ProgressBar,)) is not None for callback in callbacks_of(trainer))
         or trainer.enable_progress_bar is False
         or bool(trainer.barebones)
     )
