@@ -185,7 +185,7 @@ def _metrics(content: Mapping[str, Any], origin: ExportedRun) -> str:
         origin: checkpoint and command of the export.
     """
     rows = [(name, *points[-1]) for name, points in _report(content).get("points", {}).items() if points]
-    command = shlex.join(["lightning", "validate", "--ckpt_path", _published(str(origin.checkpoint))])
+    command = shlex.join(["lightning", "validate", "--ckpt_path", published(str(origin.checkpoint))])
     if not rows:
         return f"The checkpoint has none. This command measures them, with its file:\n\n{fenced(command, 'sh')}"
     exported_step = content.get("global_step", 0)
@@ -217,7 +217,7 @@ def _classes(module: TrainingModule) -> list[str]:
 
 def _commands(origin: ExportedRun) -> str:
     """Return Markdown with the commands that trained and exported the model, and the run's configuration if it is known."""
-    export = shlex.join(["lightning", *map(_published, origin.command)])
+    export = shlex.join(["lightning", *map(published, origin.command)])
     configuration = origin.configuration()
     if configuration is None:
         sentence = "This command exported the model. The checkpoint does not say which command trained it."
@@ -226,10 +226,6 @@ def _commands(origin: ExportedRun) -> str:
     details = f"<details><summary>{TRAINING}</summary>\n\n{fenced(_yaml(configuration), 'yaml')}\n\n</details>"
     sentence = f"`{TRAINING}` is the configuration of the run. Local paths in it are cut to their last parts."
     return f"{commands}\n\n{sentence}\n\n{details}"
-
-
-def _published(word: str) -> str:
-    return str(published(word))
 
 
 def _spent(content: Mapping[str, Any]) -> str:

@@ -369,8 +369,8 @@ def caption_latents(parser: ArgumentParser) -> Run:
             args.source, args.target, "image", EXTENSIONS, args.caption_key, lambda files: CaptionedImages(files, sizes)
         )
         encoder = make_encoder(TextConfig(args.model, args.text_length, args.instruction or None), None)
-        options = ("height", "width", "model", "caption_key", "text_length", "instruction")
-        made_with = {name: getattr(args, name) for name in (*options, "buckets")}
+        options = ("height", "width", "model", "caption_key", "text_length", "instruction", "buckets")
+        made_with = {name: getattr(args, name) for name in options}
         paths, skipped = encode_samples(
             source, made_with, args.target, codec.encode, encoder, args.prefix, args.per_shard, device, args.max_skipped,
             (rank, world), args.force,

@@ -57,5 +57,4 @@ def find_problem(runs: Sequence[CheckedRun], here: bool) -> str | None:
         status = describe_status(exit_status(done.returncode))
         log.warning("the options of the runs could not be checked (%s: %s)", status, harmless(cause)[:LONGEST_CAUSE])
         return None
-    problem: str | None = answer["problem"]
-    return problem
+    return answer["problem"]

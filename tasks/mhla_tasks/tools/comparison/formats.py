@@ -106,14 +106,17 @@ def as_latex(table: Table) -> str:
     """
     shown = table.without("run") if table.identified else table
     align = "".join("r" if column.kind == "number" else "l" for column in shown.columns)
-    lines = ["% \\usepackage{booktabs}, and \\usepackage[T1]{fontenc} for quotation marks"]
-    lines += [
+    lines = [
+        "% \\usepackage{booktabs}, and \\usepackage[T1]{fontenc} for quotation marks",
         f"\\begin{{tabular}}{{{align}}}",
         "\\toprule",
         _latex_line([latex_text(column.title) for column in shown.columns]),
+        "\\midrule",
+        *(_latex_line([_latex_cell(cell) for cell in row]) for row in shown.rows),
+        "\\bottomrule",
+        "\\end{tabular}",
     ]
-    lines += ["\\midrule", *(_latex_line([_latex_cell(cell) for cell in row]) for row in shown.rows)]
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def _latex_line(cells: Sequence[str]) -> str:

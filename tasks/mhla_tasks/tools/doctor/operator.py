@@ -34,6 +34,8 @@ SHAPES = {
     },
 }
 """Shapes of models to measure: batch size, heads, tokens, tokens per block, key width, value width, and causality."""
+CALLS_TIMED = 5
+"""Number of calls that are timed, after two warm-up calls. Their median is reported."""
 NORMALIZED = ("DiT-S/2, 256 px", "DiT-XL/2, 512 px")
 """Names of the shapes whose kernels are tested with a normalizer and with the ReLU feature map inside the kernels.
 
@@ -194,9 +196,9 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return error if error == error else float("inf")
 
 
-def _milliseconds(call: Any, device: torch.device, calls: int = 5) -> float:
+def _milliseconds(call: Any, device: torch.device) -> float:
     times = []
-    for number in range(calls + 2):
+    for number in range(CALLS_TIMED + 2):
         start = time.perf_counter()
         call().sum().backward()
         if device.type == "cuda":
