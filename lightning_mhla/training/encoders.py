@@ -244,7 +244,7 @@ class LinearizedEncoder(TrainingModule):
                 "an encoder is trained and measured against the model before its attention was replaced: name it by "
                 "--model.distillation.teacher"
             )
-        if not self.linearization.has_teacher:
+        if self.linearization.teacher is None:
             self.linearization.start(self, load_encoder)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:

@@ -226,24 +226,17 @@ class Linearization:
     Args:
         options: number of steps of the first stage, and path or name of the teacher.
         host: operations that depend on the library of the model.
+
+    Attributes:
+        teacher: model before its attention was replaced; None until it is loaded.
     """
 
     def __init__(self, options: TwoStageOptions, host: LinearizedHost) -> None:
         self.options, self.host = options, host
-        self._teacher: Any = None
+        self.teacher: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Linearization:
         return self  # a weight average copies the training module, which must not copy the teacher
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether a teacher has been loaded."""
-        return self._teacher is not None
-
-    @property
-    def teacher(self) -> Any:
-        """Model before its attention was replaced; None until it is loaded."""
-        return self._teacher
 
     def start(self, module: TrainingModule, read_teacher: Callable[[str], Any]) -> None:
         """Load the teacher, if the options name one. In a fit that trains layers on their own first, also check that it works.
@@ -257,10 +250,10 @@ class Linearization:
         """
         if self.options.layer_steps and module.trainer.state.fn == "fit":
             self.host.check(module.trainer, module.network, module.hparams["train"])
-        if self.options.teacher is not None and self._teacher is None:
-            self._teacher = read_teacher(self.options.teacher).eval().requires_grad_(False)
-        if self._teacher is not None:
-            self.host.place(self._teacher, module.network, module.device)
+        if self.options.teacher is not None and self.teacher is None:
+            self.teacher = read_teacher(self.options.teacher).eval().requires_grad_(False)
+        if self.teacher is not None:
+            self.host.place(self.teacher, module.network, module.device)
 
     def matches_layers(self, module: TrainingModule) -> bool:
         """Return whether the current step belongs to the first stage, which trains each replaced layer on its own."""
@@ -276,7 +269,7 @@ class Linearization:
         Returns:
             The distance, a scalar to use as the training loss.
         """
-        loss = self.host.layer_loss(module.network, self._teacher, *inputs)
+        loss = self.host.layer_loss(module.network, self.teacher, *inputs)
         module.log("train/layer_distance", loss.detach(), batch_size=len(inputs[0]))
         return module.log_loss(loss, len(inputs[0]))
 
@@ -306,10 +299,10 @@ class DistilledLinearization(Linearization):
             The weighted sum, a scalar; ``plain`` without a teacher.
         """
         size = len(inputs[0])
-        if self._teacher is None:
+        if self.teacher is None:
             return module.log_loss(plain, size)
         with torch.no_grad():
-            expected = self.host.predict(self._teacher, *inputs)
+            expected = self.host.predict(self.teacher, *inputs)
         distance = self.host.distance(predicted, expected)
         for name, value in ((self.host.loss_name, plain), (self.host.distance_name, distance)):
             module.log(name, value.detach(), batch_size=size, sync_dist=True)

@@ -174,7 +174,7 @@ class LinearizedModel(CausalLanguageModel):
         inputs, targets = inputs_and_targets(batch)
         if self.linearization.matches_layers(self):
             return self.linearization.layer_loss(self, inputs)
-        if not self.linearization.has_teacher:
+        if self.linearization.teacher is None:
             return super().training_step(batch, batch_idx)
         scores = _scores(self.network, inputs)
         plain = logits_cross_entropy(scores.flatten(0, 1), targets.flatten())
