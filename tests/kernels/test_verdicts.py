@@ -30,7 +30,8 @@ from mhla_kernels.triton_backend import (
     ops,  # noqa: F401  registers the operator
     rotary,
 )
-from mhla_kernels.triton_backend.trial import MANY, Kind, block_counts, make_problem, try_kernels
+from mhla_kernels.triton_backend.config import MANY
+from mhla_kernels.triton_backend.trial import Kind, block_counts, make_problem, try_kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint

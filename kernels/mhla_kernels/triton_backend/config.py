@@ -27,6 +27,9 @@ def power_of_two(number: int) -> int:
     return max(16, 1 << (number - 1).bit_length())
 
 
+MANY = 32
+"""Number of blocks above which mixing uses larger tiles, see :func:`mix_tiles`."""
+
 PROGRAMS = 528
 """Number of programs that small grids are split into: four for each multiprocessor of an H100 or H200."""
 
@@ -245,7 +248,7 @@ def mix_tiles(dtype: torch.dtype, blocks: int, chip: int) -> MixTiles:
         blocks: number of blocks; in cross-attention, the larger of the numbers of query blocks and key blocks.
         chip: compute capability of the GPU times ten.
     """
-    has_few_blocks = blocks <= 32
+    has_few_blocks = blocks <= MANY
     if dtype == torch.bfloat16:
         if has_few_blocks:
             return MixTiles(rows=16, terms=16, columns=256, stages=2)

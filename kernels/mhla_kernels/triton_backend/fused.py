@@ -12,8 +12,9 @@ from mhla_kernels.blocks import TokenLayout, divide_up, on_device
 from mhla_kernels.forms.spanning import chunk_tokens
 from mhla_kernels.problem import Problem, repeat_heads
 from mhla_kernels.triton_backend import ops  # noqa: F401  registers the operator
+from mhla_kernels.triton_backend.config import MANY
 from mhla_kernels.triton_backend.tables import kernel_tables
-from mhla_kernels.triton_backend.trial import MANY, Kind, size_class, try_kernels
+from mhla_kernels.triton_backend.trial import Kind, size_class, try_kernels
 from mhla_kernels.verdicts import may_use
 
 

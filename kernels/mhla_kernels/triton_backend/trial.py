@@ -12,12 +12,9 @@ from mhla_kernels.blocks import TokenLayout
 from mhla_kernels.forms.spanning import CHUNK, chunk_tokens
 from mhla_kernels.triton_backend import fallback
 from mhla_kernels.triton_backend.call import Arguments, chip_of
-from mhla_kernels.triton_backend.config import mix_tiles, mixing_gradient_tiles, power_of_two
+from mhla_kernels.triton_backend.config import MANY, mix_tiles, mixing_gradient_tiles, power_of_two
 from mhla_kernels.triton_backend.tables import kernel_tables
 from mhla_kernels.verdicts import WrongNumbersError
-
-MANY = 32
-"""Number of blocks above which mixing uses larger tiles, see :func:`mhla_kernels.triton_backend.config.mix_tiles`."""
 
 LONGEST = 4096
 """Largest number of tokens in a block of a trial; it also stands for longer blocks."""

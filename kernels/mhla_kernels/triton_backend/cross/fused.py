@@ -13,11 +13,12 @@ from mhla_kernels.cross.layout import CrossLayout
 from mhla_kernels.cross.problem import CrossProblem
 from mhla_kernels.mixing import BlockPairs
 from mhla_kernels.problem import repeat_heads
+from mhla_kernels.triton_backend.config import MANY
 from mhla_kernels.triton_backend.cross import ops  # noqa: F401  registers the operator
 from mhla_kernels.triton_backend.cross.tables import cross_tables
 from mhla_kernels.triton_backend.cross.trial import CrossKind, try_cross_kernels
 from mhla_kernels.triton_backend.fused import layout_name
-from mhla_kernels.triton_backend.trial import MANY, size_class
+from mhla_kernels.triton_backend.trial import size_class
 from mhla_kernels.verdicts import may_use
 
 
