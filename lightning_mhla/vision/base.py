@@ -293,7 +293,7 @@ class VisionModel(nn.Module, PyTorchModelHubMixin):
             raise ValueError(
                 f"num_classes={num_classes} needs pooling: give global_pool, such as 'avg', or num_classes=0 for features only"
             )
-        # From __dict__, because the constructor of some models calls this method before the attribute exists.
+        # From __dict__, because constructors call this method before the attribute exists.
         if num_classes != self.__dict__.get("num_classes"):  # the names belong to the old classes
             self.class_names = None
         self.num_classes = num_classes

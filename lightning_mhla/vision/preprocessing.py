@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from PIL import Image
+from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -40,10 +41,10 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         for name in ("mean", "std"):  # values read from JSON are lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-            if len(getattr(self, name)) not in (1, 3):
-                values = list(getattr(self, name))
-                raise ValueError(f"{name}={values} must have one value for each of 3 colors, or a single one")
+            values = tuple(getattr(self, name))
+            object.__setattr__(self, name, values)
+            if len(values) not in (1, 3):
+                raise ValueError(f"{name}={list(values)} must have one value for each of 3 colors, or a single one")
         if self.image_size < 1:
             raise ValueError(f"image_size={self.image_size} must be at least 1")
         if self.channels not in (1, 3):
@@ -60,9 +61,7 @@ class Preprocessing:
 
     @cached_property
     def _transform(self) -> Any:
-        from timm import data as timm_data  # not at the top, since it imports all of timm's models
-
-        transform = timm_data.create_transform(
+        transform = create_transform(
             self.image_size, crop_pct=self.crop_share, interpolation="bicubic", mean=self.mean, std=self.std
         )
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])

@@ -91,9 +91,9 @@ class StageConfig:
         for name in ("depths", "heads", "layer_scale"):
             if len(self.of(name)) != stages:
                 raise ValueError(f"{name}={self.of(name)} must have a value for each of the {stages} stages")
-        for name, values in (("dims", self.of("dims")), ("depths", self.of("depths")), ("heads", self.of("heads"))):
-            if min(values) < 1:
-                raise ValueError(f"{name}={values} must be positive")
+        for name in ("dims", "depths", "heads"):
+            if min(self.of(name)) < 1:
+                raise ValueError(f"{name}={self.of(name)} must be positive")
         if self.head_width < 1 or min(self.of("dims")) * self.mlp_ratio < 1:
             raise ValueError(f"head_width={self.head_width} and mlp_ratio={self.mlp_ratio} must be positive")
         for dim, heads in zip(self.of("dims"), self.of("heads"), strict=True):
@@ -128,19 +128,14 @@ class StageConfig:
         Raises:
             ValueError: if the height or width of the image is not a multiple of the side of a token in some stage.
         """
-        stages = len(self.of("dims"))
-        multiple = self.patch_size * 2 ** (stages - 1)
-        for stage in range(stages):
-            step = self.patch_size * 2**stage
+        steps = [self.patch_size * 2**stage for stage in range(len(self.of("dims")))]
+        for stage, step in enumerate(steps):
             if any(side % step for side in image_size):
                 raise ValueError(
                     f"stage {stage + 1} cannot divide an image of {image_size[0]} x {image_size[1]} pixels into tokens "
-                    f"of {step} x {step}: use sides that are multiples of {multiple}, or fewer stages"
+                    f"of {step} x {step}: use sides that are multiples of {steps[-1]}, or fewer stages"
                 )
-        return [
-            (image_size[0] // (self.patch_size * 2**i), image_size[1] // (self.patch_size * 2**i))
-            for i in range(stages)
-        ]
+        return [(image_size[0] // step, image_size[1] // step) for step in steps]
 
     def attention(self, config: AttentionConfig, stage: int) -> AttentionConfig:
         """Return the attention configuration of one stage.

@@ -211,7 +211,7 @@ class VLT(
         super().__init__()
         attention, stages = as_dataclass(AttentionConfig, attention), as_dataclass(StageConfig, stages)
         check_range(least=0, below=1, drop_path=drop_path)
-        self.config, self.num_classes, self.in_chans = stages, num_classes, channels
+        self.in_chans = channels
         dims, depths, heads, scales = (stages.of(name) for name in ("dims", "depths", "heads", "layer_scale"))
         grids = stages.grids(both_sides("image_size", image_size))
         # On the CPU, because a model that is built on the meta device has no values to read.
