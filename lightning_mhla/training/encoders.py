@@ -223,12 +223,13 @@ class LinearizedEncoder(TrainingModule):
         self._start()
 
     def on_validation_start(self) -> None:
-        """Load the teacher, unless it has been loaded already.
+        """Load the teacher, unless it has been loaded already; the validations of a fit use the one that the fit loaded.
 
         Raises:
             ValueError: if no teacher is named.
         """
-        self._start()
+        if self.trainer.state.fn != "fit":
+            self._start()
 
     def on_test_start(self) -> None:
         """Load the teacher, unless it has been loaded already.
@@ -244,8 +245,7 @@ class LinearizedEncoder(TrainingModule):
                 "an encoder is trained and measured against the model before its attention was replaced: name it by "
                 "--model.distillation.teacher"
             )
-        if self.linearization.teacher is None:
-            self.linearization.start(self, load_encoder)
+        self.linearization.start(self, load_encoder)
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Compute, log and return the loss of a batch, a scalar.

@@ -139,7 +139,7 @@ def test_only_training_needs_layers_that_can_be_trained_on_their_own(
     (metrics,) = trainer(tmp_path, 1).validate(model, data, verbose=False)
     assert 0 < metrics["val/cosine"] < 1
     with pytest.raises(ValueError, match="the strategy shards weights"):
-        trainer(tmp_path, 1).fit(encoder(bert), data)
+        trainer(tmp_path, 1).fit(model, data)  # with the teacher that the validation has loaded
 
 
 def test_before_training_with_softmax_the_encoder_is_the_original(texts: MiniTexts, bert: str, tmp_path: Path) -> None:
