@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from lightning import LightningDataModule, Trainer
 
 from lightning_mhla.checkpoints.former_names import stored_options
 from lightning_mhla.checkpoints.io import read_header, resolve_checkpoint
-from lightning_mhla.swap import KEEP, REPLACE, LayerCosts, layer_costs, original_attention, swapped_layers
+from lightning_mhla.swap import KEEP, REPLACE, layer_costs, original_attention, swapped_layers
 from lightning_mhla.swap.swapping import host_of
 from lightning_mhla.system.numbers import rounded
 from lightning_mhla.training.encoders import EncoderDistillation
@@ -56,7 +55,6 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     if batches < 1:
         raise ValueError(f"batches={batches} must be at least 1")
     logging.getLogger("lightning.pytorch.utilities.rank_zero").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     module = load_trained(path)
     network: Any = getattr(module, "network", None)
     distillation = getattr(module, "distillation", None)
@@ -90,13 +88,13 @@ def measure(path: Path, keep: float, batches: int, accelerator: str = "auto") ->
     kept_layers = costs.worst(max(0, round(keep * depth) - len(never_replaced)))
     with original_attention(network, kept_layers):
         hybrid = loss()
-    kinds = [KEEP if index in {*kept_layers, *never_replaced} else REPLACE for index in range(depth)]
+    softmax_layers = {*kept_layers, *never_replaced}
     return {
         **vars(costs),
         "unit": units[0],
         "hybrid": hybrid,
-        "kept": sorted({*kept_layers, *never_replaced}),
-        "layer_kinds": kinds,
+        "kept": sorted(softmax_layers),
+        "layer_kinds": [KEEP if index in softmax_layers else REPLACE for index in range(depth)],
     }
 
 
@@ -106,17 +104,16 @@ def table(costs: dict[str, Any]) -> str:
     Args:
         costs: dict that :func:`measure` returned.
     """
-    losses = LayerCosts(costs["original"], costs["replaced"], costs["alone"])
     measured = "distance, mean" if costs["unit"] == "sample" else f"nats per {costs['unit']}"
     lines = [f"{measured:<19} against the original"]
     rows: Sequence[tuple[str, float]] = [
-        ("original", losses.original),
-        *((f"layer {index} new", value) for index, value in losses.alone.items()),
-        ("all new", losses.replaced),
+        ("original", costs["original"]),
+        *((f"layer {index} new", value) for index, value in costs["alone"].items()),
+        ("all new", costs["replaced"]),
         (f"layer {', '.join(map(str, costs['kept']))} kept" if costs["kept"] else "no layer kept", costs["hybrid"]),
     ]
     for name, value in rows:
-        difference = value - losses.original
+        difference = value - costs["original"]
         lines.append(f"{name:<18} {rounded(value):>9}  {'+' * (difference >= 0)}{rounded(difference)}")
     return "\n".join([*lines, f"layer_kinds: [{', '.join(costs['layer_kinds'])}]", ""])
 
@@ -139,5 +136,4 @@ def _data(path: Path) -> LightningDataModule:
     except AllowError as error:
         raise ValueError(f"{path} was trained on data of the class {class_path[:80]}: {error}") from error
     arguments = {key: value for key, value in memory.items() if not key.startswith("_")}
-    data: LightningDataModule = kind(**stored_options("data", kind, arguments, path))
-    return data
+    return kind(**stored_options("data", kind, arguments, path))

@@ -77,16 +77,16 @@ def build(configuration: Mapping[str, Any]) -> tuple[TrainingModule, LightningDa
         configuration: nested options, as in a configuration file of ``lightning fit``.
     """
     seed_everything(configuration["seed_everything"], verbose=False)
-    made = []
-    for part, base in (("model", LightningModule), ("data", LightningDataModule)):
-        description = configuration[part]
-        made.append(find_class(description["class_path"], (base,))(**description["init_args"]))
-    return made[0], made[1]
+    return _instance(configuration["model"], LightningModule), _instance(configuration["data"], LightningDataModule)
 
 
 def _build_data(configuration: Mapping[str, Any]) -> Any:
-    _, data = build({**configuration, "model": {"class_path": "lightning.pytorch.LightningModule", "init_args": {}}})
-    return data
+    seed_everything(configuration["seed_everything"], verbose=False)
+    return _instance(configuration["data"], LightningDataModule)
+
+
+def _instance(description: Mapping[str, Any], base: type) -> Any:
+    return find_class(description["class_path"], (base,))(**description["init_args"])
 
 
 def _trainer(configuration: Mapping[str, Any], **options: Any) -> Trainer:

@@ -177,7 +177,6 @@ class Pipeline:
             steps = list(self.steps)
         self.plan = {"steps": steps, "seconds_per_step": seconds}
         write_json(self.work / PLAN, self.plan, indent=1)
-        self.plan = self._read(PLAN)
         _say(f"plan: {steps[0]} steps match the layers, {steps[1]} train the model")
 
     def _measure_before(self) -> None:
@@ -277,7 +276,7 @@ class Pipeline:
         seconds = speed.seconds_by_length(self.source, networks, longest, self.settings.length)
         self._keep(
             speed={str(length): by_name for length, by_name in seconds.items()},
-            break_even=speed.break_even(seconds, "original", "linearized"),
+            break_even=speed.break_even(seconds),
         )
 
     def _lightning(self, words: list[str], what: str) -> None:
@@ -307,8 +306,7 @@ class Pipeline:
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self.work / name
-        content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        return content
+        return json.loads(path.read_text()) if path.is_file() else {}
 
 
 def written(value: Any) -> str:

@@ -171,14 +171,12 @@ def _cache_bytes(cache: Any) -> int:
     return total
 
 
-def break_even(seconds: Mapping[int, Mapping[str, float]], original: str, replaced: str) -> int | None:
-    """Return the smallest measured length at and above which one model is always faster than another; None if there is none.
+def break_even(seconds: Mapping[int, Mapping[str, float]]) -> int | None:
+    """Return the smallest measured length at and above which the linearized model is always faster; None if there is none.
 
     Args:
-        seconds: mapping from sample length to the seconds of a forward pass by name of the model.
-        original: name of the model to compare with.
-        replaced: name of the model that should be faster.
+        seconds: mapping from sample length to the seconds of a forward pass of the models ``original`` and ``linearized``.
     """
-    slower = [length for length, by_name in seconds.items() if by_name[replaced] >= by_name[original]]
+    slower = [length for length, by_name in seconds.items() if by_name["linearized"] >= by_name["original"]]
     faster = [length for length in seconds if length > max(slower, default=0)]
     return min(faster, default=None)
