@@ -174,7 +174,7 @@ class Block(nn.Module):
         if branch_factors is None:
             branch_factors = self.draw_kept(x)
         options = {"rotary": rotary, "cu_seqlens": cu_seqlens, "share": share}
-        if self.modulation is None or condition is None:
+        if self.modulation is None:
             x = x + _keep(branch_factors, 0, self.attn(self.norm1(x), key_mask, **options))
             x = self._look_at(x, context, context_mask, branch_factors)
             # The MLP's factor is the last of two, or of three with cross-attention.
@@ -225,7 +225,7 @@ class Block(nn.Module):
     def _look_at(
         self, x: Tensor, context: Tensor | None, context_mask: Tensor | None, branch_factors: tuple[Tensor, ...] | None
     ) -> Tensor:
-        if self.cross is None or self.norm_context is None or context is None:
+        if self.cross is None or self.norm_context is None:
             return x
         hidden = None if context_mask is None else ~context_mask  # torch's mask is True for tokens to ignore
         out, _ = self.cross(self.norm_context(x), context, context, key_padding_mask=hidden, need_weights=False)
