@@ -140,7 +140,7 @@ class BouncingDigits(ResumableDataModule):
         super().__init__(batch_size=batch_size, num_workers=num_workers, seed=seed)
         check_range(least=1, frames=frames, height=height, width=width, speed=speed, clips=clips)
         self.save_hyperparameters(ignore=["clips"])
-        self.digits, self.frames, self.clips = digits, frames, clips
+        self.frames, self.clips = frames, clips
         self.canvas = (height, width, speed, digits)
 
     def held_out(self, frames: int, clips: int | None) -> BouncingDigitSamples:

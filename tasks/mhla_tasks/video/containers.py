@@ -24,7 +24,7 @@ OTHER_FORMATS = {
 """Formats of files that are often renamed to .mp4, by their first four bytes, or the four bytes after ``RIFF`` and a size."""
 
 
-def check_format(data: bytes, name: str, extension: str = "mp4") -> None:
+def check_format(data: bytes, name: str, extension: str) -> None:
     """Reject a video file that is empty, or whose first bytes are those of a different format.
 
     Args:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 GAP = 96
 """Gray level, from 0 to 255, of the gaps between frames."""
 
+PART = 4
+"""Maximum number of frames to show up to the trained length, and from each interval in which the length doubles."""
+
 SMALLEST = 96
 """Smallest side of a clip in an animation, in pixels; smaller clips are enlarged."""
 
@@ -23,7 +26,7 @@ FRAME, LETTER = 0.9, 0.075
 """Shorter side of a frame, and width of a letter, in inches."""
 
 
-def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int | Sequence[int] = 8, title: str = "") -> Figure:
+def draw_strips(clips: Sequence[tuple[str, Tensor]], frames: int | Sequence[int], title: str = "") -> Figure:
     """Draw a Matplotlib figure with a row for each clip, which shows its caption and some of its frames.
 
     Args:
@@ -108,20 +111,19 @@ def _of_length(true: Tensor, clip: Tensor) -> Tensor:
     return torch.cat([true[: len(clip)], torch.full_like(clip[len(true) :], GAP)])
 
 
-def shown_frames(trained: int, frames: int, part: int = 4) -> Sequence[int]:
+def shown_frames(trained: int, frames: int) -> Sequence[int]:
     """Choose which frames of a continued clip to show: a few up to the trained length, and a few from each doubling of it.
 
     Args:
         trained: number of frames of a training clip.
         frames: number of frames of the continued clip.
-        part: maximum number of frames to choose up to the trained length, and from each interval in which the length doubles.
 
     Returns:
         Indices of frames, in ascending order; the last one is ``frames - 1``.
     """
     chosen, start, end = set[int](), 0, min(trained, frames)
     while start < frames:
-        count = min(part, end - start)
+        count = min(PART, end - start)
         chosen |= {start + round(number * (end - start) / count) - 1 for number in range(1, count + 1)}
         start, end = end, min(2 * end, frames)
     return sorted(chosen)
