@@ -91,6 +91,7 @@ class TimmClassifier(Classifier):
         super().__init__(num_classes, class_names, label_smoothing, mixup, training)
         self.save_hyperparameters(ignore=["pretrained"])
         keep_plain(self)
+        lora = as_dataclass(LoraOptions, lora, "lora")
         self.distillation = as_dataclass(TransferOptions, distillation)
         self.linearization = DistilledLinearization(
             self.distillation, ScoringHost("train/label_loss", _run_layers, _scores)
@@ -101,12 +102,9 @@ class TimmClassifier(Classifier):
             self.network.set_grad_checkpointing(True)
         if attention is not None:
             swap_attention(self.network, as_dataclass(AttentionConfig, attention), layer_kinds=layer_kinds)
-            choose_trained(self.network, train, as_dataclass(LoraOptions, lora, "lora"))
+            choose_trained(self.network, train, lora)
         elif (
-            layer_kinds is not None
-            or train != "all"
-            or self.distillation != TransferOptions()
-            or as_dataclass(LoraOptions, lora, "lora") != LoraOptions()
+            layer_kinds is not None or train != "all" or self.distillation != TransferOptions() or lora != LoraOptions()
         ):
             raise ValueError(
                 "layer_kinds, train, lora and distillation are for a model whose attention is replaced: give attention"

@@ -204,8 +204,8 @@ class TurningBackbone(nn.Module):
         The weights for queries, keys, values and outputs are initialized separately, with Xavier's uniform distribution and
         gain 2^-2.5.
         """
-        for block in self.blocks:
-            attention = cast(DiGBlock, block).attn
+        for block in self.layers:
+            attention = block.attn
             for layer in (module for module in attention.modules() if isinstance(module, nn.Linear)):
                 # Queries, keys and values share one matrix here; each part gets the bound of a matrix of its own.
                 sections = attention.sections if layer is attention.qkv else [len(layer.weight)]

@@ -112,10 +112,9 @@ class DiTPipeline(DiffusionPipeline):
         if output_type != "latent":
             images = images if self.vae is None else LatentCodec("", self.vae).decode(images)
             check_finite(images)
-            pixels = to_pixels(images).cpu()
-            images = pixels
+            images = to_pixels(images).cpu()
             if output_type != "pt":
-                images = pixels.permute(0, 2, 3, 1).numpy()
+                images = images.permute(0, 2, 3, 1).numpy()
             if output_type == "pil":
                 images = [Image.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image) for image in images]
         self.maybe_free_model_hooks()

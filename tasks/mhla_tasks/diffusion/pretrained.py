@@ -89,10 +89,8 @@ def convert_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if start is None:
             unknown.append(name)
             continue
-        shared = start in EMBEDDINGS or not block
-        target = (
-            ("" if shared else f"backbone.blocks.{block[1] if block else ''}.") + table[start] + inside[len(start) :]
-        )
+        prefix = f"backbone.blocks.{block[1]}." if block and start not in EMBEDDINGS else ""
+        target = prefix + table[start] + inside[len(start) :]
         if target in converted and not torch.equal(converted[target], tensor):
             raise ValueError(
                 f"{name} differs from the first block's: a DiT has one embedding of timestep and class, of which "

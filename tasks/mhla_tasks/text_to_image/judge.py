@@ -70,15 +70,13 @@ def find_digits(pixels: Tensor) -> list[Found]:
 
     bright = pixels.amax(0).numpy() > DARK
     # Pixels that touch at a corner are connected too.
-    areas, count = ndimage.label(bright, structure=np.ones((3, 3)))
-    boxes = ndimage.find_objects(areas)
+    areas, _ = ndimage.label(bright, structure=np.ones((3, 3)))
     properties, images = [], []
     palette = torch.tensor(list(COLOURS.values()))
-    for number in range(1, count + 1):
-        mask = torch.from_numpy(areas[boxes[number - 1]] == number)
+    for number, (rows, columns) in enumerate(ndimage.find_objects(areas), 1):
+        mask = torch.from_numpy(areas[rows, columns] == number)
         if int(mask.sum()) < SMALLEST:
             continue
-        rows, columns = boxes[number - 1]
         area = pixels[:, rows, columns].float()
         colour = area[:, mask].mean(1)
         nearest = int(F.cosine_similarity(palette, colour[None]).argmax())
