@@ -15,6 +15,12 @@ from mhla_tasks.commandline.registry import Run, help_text, passes_on
 from mhla_tasks.commandline.user_modules import add_allow
 
 
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(soft_wrap=True).print(text, markup=False)
+
+
 def export(parser: ArgumentParser) -> Run:
     """Export the trained model of a checkpoint to a folder that other libraries load.
 
@@ -45,17 +51,13 @@ def export(parser: ArgumentParser) -> Run:
     video.add_argument("--adapters", type=Path, help="folder to write LoRA adapters to instead of merging them")
 
     def run(args: Namespace) -> None:
-        from rich.console import Console
-
         from mhla_tasks.tools.export import write_export
 
         domain_options = {name: getattr(args, name) for name in ("tokenizer", "context", "adapters")}
         options = {name: value for name, value in domain_options.items() if value is not None}
         write_export(args.checkpoint, args.folder, args.live, options, args.license)
         written = sorted(path.name for path in args.folder.iterdir())
-        Console(soft_wrap=True).print(
-            f"{harmless(str(args.folder))}: {', '.join(map(harmless, written))}", markup=False
-        )
+        _say(f"{harmless(str(args.folder))}: {', '.join(map(harmless, written))}")
 
     return run
 
@@ -80,8 +82,6 @@ def import_published(parser: ArgumentParser) -> Run:
     )
 
     def run(args: Namespace) -> None:
-        from rich.console import Console
-
         from lightning_mhla.system.files import rebuilt_folder
         from mhla_tasks.video.pretrained import load_published
 
@@ -89,7 +89,7 @@ def import_published(parser: ArgumentParser) -> Run:
         with rebuilt_folder(args.folder) as aside:
             model.save_pretrained(aside)
         count = sum(parameter.numel() for parameter in model.parameters())
-        Console(soft_wrap=True).print(f"{count:,} parameters written to {harmless(str(args.folder))}", markup=False)
+        _say(f"{count:,} parameters written to {harmless(str(args.folder))}")
 
     return run
 
@@ -179,15 +179,11 @@ def consolidate(parser: ArgumentParser) -> Run:
     parser.add_argument("target", type=Path, help="file to write")
 
     def run(args: Namespace) -> None:
-        from rich.console import Console
-
         from lightning_mhla.checkpoints.io import consolidate
 
         checkpoint = consolidate(args.source, args.target)
         size = args.target.stat().st_size / 2**20
-        Console(soft_wrap=True).print(
-            f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(checkpoint))}", markup=False
-        )
+        _say(f"{harmless(str(args.target))}: {size:.1f} MiB, from {harmless(str(checkpoint))}")
 
     return run
 
