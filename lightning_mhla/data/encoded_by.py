@@ -45,8 +45,8 @@ def recorded_encoder(manifest: Path) -> Encoder | None:
     The result is None if there is no readable manifest, or if the manifest records no model.
     """
     try:
-        record = dict(read_json(manifest))
-    except (OSError, TypeError, ValueError):
+        record = read_json(manifest)
+    except (OSError, ValueError):
         return None
     digest = record.get(MODEL_FILES)
     for option, parts in PARTS.items():

@@ -13,7 +13,6 @@ import re
 import tarfile
 import threading
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -175,7 +174,7 @@ def scan_shard(path: Path, name: str | None = None) -> MemberTable:
     Raises:
         ValueError: if the file is not a complete tar file, or exceeds a limit such as 100,000 files.
     """
-    samples: OrderedDict[str, dict[str, tuple[int, int]]] = OrderedDict()
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
     stat = path.stat()
     total, end, where = stat.st_size, 0, name or str(path)
     try:

@@ -75,7 +75,7 @@ def inside_accumulation(trainer: Trainer) -> bool:
 
     Such a checkpoint was saved between two batches of one optimizer step. Call the function at the start of training.
     """
-    return bool(trainer.fit_loop.restarted_mid_epoch) and accumulates_gradients(trainer)
+    return trainer.fit_loop.restarted_mid_epoch and accumulates_gradients(trainer)
 
 
 def ends_epoch(trainer: Trainer) -> bool:
