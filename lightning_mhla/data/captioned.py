@@ -159,7 +159,7 @@ class UncaptionedFiles(SampleFiles):
         if not self.paths:
             raise FileNotFoundError(f"{folder} is not a folder with .{' or .'.join(extensions)} files in it")
         self.shard_sizes: Sequence[int] = [len(self.paths)]
-        self._caption_paths = [path for path in files if path.suffix.lower() in (f".{TEXT}", f".{JSON}")]
+        self._caption_paths = with_extension(files, (TEXT, JSON))
         if others := sorted(set(files) - {*self.paths, *self._caption_paths, self.folder / METADATA}):
             log.warning(
                 "%s: %s left out, such as %s: neither .%s nor captions",

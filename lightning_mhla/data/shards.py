@@ -109,11 +109,8 @@ def _count_names(pattern: str) -> int:
 
     The count may be too high for ranges of letters.
     """
-    sums, products, starts = (
-        [0],
-        [1],
-        [0],
-    )  # for each open brace: names of its finished choices, names of the current choice, and where its content starts
+    # For each open brace: names of its finished choices, names of the current choice, and where its content starts.
+    sums, products, starts = [0], [1], [0]
     for sign in re.finditer(r"\\.|[{},]", pattern):
         if sign[0] == "{":
             sums.append(0)
@@ -236,16 +233,15 @@ class ShardReader:
 
     def describe(self, index: int) -> str:
         """Describe a sample for messages, by the location of its shard and its key (its file names up to the first dot)."""
-        shard, _ = self._find(index)
-        return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(index)}"
+        shard, row = self._find(index)
+        return f"{self._urls.get(self.shards[shard], self.shards[shard])}: {self._sample(shard, row)}"
 
     def name(self, index: int) -> str:
         """Return the name of a sample: the file name of its shard, and its key (its own file names up to the first dot)."""
-        shard, _ = self._find(index)
-        return f"{Path(self.shards[shard]).name}: {self._sample(index)}"
-
-    def _sample(self, index: int) -> str:
         shard, row = self._find(index)
+        return f"{self.shards[shard].name}: {self._sample(shard, row)}"
+
+    def _sample(self, shard: int, row: int) -> str:
         key = str(self.tables[shard].keys[row])
         return f"sample {key if key.isprintable() and len(key) < 200 else repr(key)[:200]}"
 

@@ -94,7 +94,7 @@ def metric_text(name: str, value: float | None) -> str:
     """
     if value is None or not name.endswith("cosine") or not 0.999 < value < 1:
         return rounded(value)
-    return f"{value:.{1 - math.floor(math.log10(1 - value))}f}".rstrip("0")
+    return f"{value:.{1 - _exponent(1 - value)}f}".rstrip("0")
 
 
 def duration(seconds: float) -> str:

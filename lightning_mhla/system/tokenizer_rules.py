@@ -123,12 +123,13 @@ def _check_growth(rules: Sequence[_Rule], kind: str, where: str) -> None:
             normalizer_steps = [rule.make() for rule in rules]
             for number, rule in enumerate(rules):
                 text = rule.content * REPEATED
+                longest = MOST_GROWTH * REPEATED * rule.shortest
                 for later in normalizer_steps[number + 1 :]:
                     text = later.normalize_str(text)
                     # Stop inside the loop: the text may grow exponentially with the number of rules.
-                    if len(text) > MOST_GROWTH * REPEATED * rule.shortest:
+                    if len(text) > longest:
                         break
-                if len(text) > MOST_GROWTH * REPEATED * rule.shortest:
+                if len(text) > longest:
                     break
             else:
                 return

@@ -140,12 +140,9 @@ def parse_array(data: bytes) -> np.ndarray:
         ValueError: if the content is not a valid array, or if its length does not fit the shape and dtype in the header.
     """
     shape, dtype, start = parse_array_header(data)
-    size = len(data) - start
-    count = 1
-    for length in shape:
-        count *= length
-    if count * dtype.itemsize != size:
-        raise ValueError(f"an array {list(shape)} of {dtype} needs {count * dtype.itemsize} bytes, but {size} follow")
+    size, needed = len(data) - start, math.prod(shape) * dtype.itemsize
+    if needed != size:
+        raise ValueError(f"an array {list(shape)} of {dtype} needs {needed} bytes, but {size} follow")
     try:
         return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
     except BROKEN as error:
