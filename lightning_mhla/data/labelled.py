@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_mhla.data.classes import check_count
+from lightning_mhla.data.classes import check_count, folder_classes
 from lightning_mhla.data.images import class_names
 from lightning_mhla.data.module import ShardSets
 from lightning_mhla.data.remote import url_scheme
@@ -93,10 +93,10 @@ class LabelledShards:
         """
         names, folder = self.class_names, self.shards.class_folder(stage)
         if names is None and folder is not None and stage != "train":
-            folder_names = class_names(self.shards, stage) or []
-            if len(folder_names) != self.num_classes:
+            count = len(folder_classes(folder))
+            if count != self.num_classes:
                 raise ValueError(
-                    f"{folder} has folders for {len(folder_names)} of {self.num_classes} classes, and the training data does "
+                    f"{folder} has folders for {count} of {self.num_classes} classes, and the training data does "
                     "not name its classes, so that labels cannot be matched; put PREFIX-classes.txt beside the training shards"
                 )
         return names
@@ -115,11 +115,9 @@ class LabelledShards:
         Raises:
             FileNotFoundError: if the training data does not exist.
         """
-        train = options.get("train")
-        locations = train if isinstance(train, str) else [str(location) for location in train or ()]
-        if not locations or any(
-            url_scheme(location) for location in ([locations] if isinstance(locations, str) else locations)
-        ):
+        train = options.get("train") or ()
+        locations = [train] if isinstance(train, str) else [str(location) for location in train]
+        if not locations or any(url_scheme(location) for location in locations):
             return None
         return class_names(ShardSets(locations, locations))
 

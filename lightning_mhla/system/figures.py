@@ -124,8 +124,8 @@ def save_figure(figure: Figure, path: Path, caption: str = "") -> None:
 
     dark = path.parent / DARK / path.name
     dark.parent.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {"metadata": {"Description": caption} if caption else {}}
-    options |= {"dpi": DOTS, "format": "png", "bbox_inches": arrange(figure, DOTS)}
+    metadata = {"Description": caption} if caption else {}
+    options: dict[str, Any] = {"metadata": metadata, "dpi": DOTS, "format": "png", "bbox_inches": arrange(figure, DOTS)}
     with rc_context(NO_ENGINE):  # `savefig` removes the engine, and sets it again afterwards
         figure.savefig(path, **options)
         with _dark_colors(figure):

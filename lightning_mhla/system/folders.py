@@ -77,8 +77,9 @@ def _trial_folder(trainer: Trainer) -> TrialFolder:
         if isinstance(callback, TrialFolder):
             return callback
     # The last callback, so that the others can write until their last hook.
-    callbacks.append(TrialFolder())
-    return _trial_folder(trainer)
+    folder = TrialFolder()
+    callbacks.append(folder)
+    return folder
 
 
 def shown_place(trainer: Trainer, path: Path) -> str:

@@ -20,12 +20,11 @@ def process_ranks() -> tuple[int, int, int]:
     Returns:
         Rank, number of processes and local rank; (0, 1, 0) for a process that neither torchrun nor srun started.
     """
-    names: tuple[str, ...] = ()
     if "RANK" in os.environ:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif "SLURM_STEP_ID" in os.environ:
         names = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
-    if not names:
+    else:
         return 0, 1, 0
     rank, world, local = (int(os.environ.get(name, default)) for name, default in zip(names, "010", strict=True))
     return rank, world, local
