@@ -85,10 +85,8 @@ class FetchAhead:
                         fetched = self.cache.fetch_ahead(path, set(wanted_paths), self._stop)
                     except DownloadStoppedError:
                         return
-                    except (OSError, ValueError) as error:
-                        log.warning(
-                            "prefetching of shards has stopped: %s", error
-                        )  # the reader fetches it again, or fails
+                    except (OSError, ValueError) as error:  # the reader fetches it again, or fails
+                        log.warning("prefetching of shards has stopped: %s", error)
                         return
                     if fetched:
                         break

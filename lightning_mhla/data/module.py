@@ -53,7 +53,7 @@ class ShardSets:
             trainer: trainer that is about to start; None to do nothing.
         """
         stages = {"fit": ("train", "validate"), "validate": ("validate",), "test": ("test",)}
-        for stage in stages.get(str(trainer.state.fn.value), ()) if trainer is not None and trainer.state.fn else ():
+        for stage in stages.get(trainer.state.fn.value, ()) if trainer is not None and trainer.state.fn else ():
             if self.class_folder(stage) is None:
                 self.reader(stage)
 
@@ -84,7 +84,7 @@ class ShardSets:
         """
         locations = self.locations[stage]
         for location in [locations] if isinstance(locations, str) else locations:
-            check_secrets(str(location), f"data.{'train' if stage == 'train' else 'val'}")
+            check_secrets(location, f"data.{'train' if stage == 'train' else 'val'}")
         return find_shards(locations, self.cache, self.streamed)
 
     def reader(self, stage: str) -> ShardReader:
@@ -187,7 +187,6 @@ def process_share(trainer: Trainer | None) -> tuple[int, int]:
 
     Processes that share sequences read the same samples, and count as one. Without a trainer, the result is ``(0, 1)``.
     """
-    # Not the rank in the world: processes that share sequences read the same samples.
     share = (trainer.distributed_sampler_kwargs if trainer is not None else None) or {}
     return share.get("rank", 0), share.get("num_replicas", 1)
 

@@ -264,8 +264,7 @@ class _Sample(NamedTuple):
 
     Attributes:
         name: name of the sample's origin.
-        place: ``"open"`` if the sample's shard is not written yet, ``"used"`` if the shard contains the sample, or
-            ``"skipped"`` if the shard was written without it.
+        place: :data:`OPEN`, :data:`USED` or :data:`SKIPPED`.
         origin: index of the sample's origin among the current origins; None if the origin no longer exists.
         changed: whether the origin has changed since it was recorded.
     """

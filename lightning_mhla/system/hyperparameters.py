@@ -83,7 +83,6 @@ class LoggedApart(HyperparametersMixin):
             frame: frame of ``__init__``, from which the arguments are read; None for the frame of the caller.
             logger: whether loggers also get the hyperparameters.
         """
-        # The frame of __init__, in which Lightning looks for the arguments.
         caller = inspect.currentframe()
         frame = frame or (caller and caller.f_back)
         super().save_hyperparameters(*args, ignore=ignore, frame=frame, logger=logger)

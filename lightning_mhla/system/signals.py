@@ -82,8 +82,7 @@ class StopSignals:
             if number == signal.SIGINT:
                 log.warning("Ctrl+C: saving after this step; press it again to stop immediately without saving")
             self.received = name
-        elif (
-            not self._ignored
-        ):  # Lightning may reinstall this handler after stop(); then the default action must happen
+        elif not self._ignored:
+            # Lightning may reinstall this handler after stop(); then the default action must happen.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
