@@ -8,6 +8,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
+from lightning_mhla.system.untrusted import reason
+
 CHUNK = 8
 """Number of images that a VAE processes at once, which limits the memory for its activations."""
 
@@ -80,16 +82,17 @@ class FrozenVAE:
         import diffusers
 
         kind, local = getattr(diffusers, self.vae_class), Path(self.path)
-        failed: OSError | None = None
+        failed: list[OSError] = []
         # A local folder with config.json is first tried as the VAE itself; anything else is first tried as a pipeline.
         places = [{"subfolder": "vae"}, {}]
         for where in reversed(places) if (local / "config.json").is_file() else places:
             try:
                 return kind.from_pretrained(self.path, **where)
             except OSError as error:
-                failed = failed or error
-        reason = str(failed).splitlines()[0]
-        raise FileNotFoundError(f"vae {self.path} is neither a folder nor a model on the hub ({reason})") from failed
+                failed.append(error)
+        raise FileNotFoundError(
+            f"vae {self.path} is neither a folder nor a model on the hub ({reason(failed[0])})"
+        ) from failed[0]
 
 
 class ScaledVAE(FrozenVAE):

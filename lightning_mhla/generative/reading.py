@@ -89,7 +89,6 @@ def read_diffusers(path: str, kind: Any, what: str, option: str = "") -> dict[st
         model = kind.from_pretrained(path, **({} if alone else {"subfolder": "transformer"}))
     except (OSError, ValueError) as error:
         raise FileNotFoundError(
-            f"{option}{path} is neither a file, nor a folder of {what}, nor a model on the hub "
-            f"({str(error).splitlines()[0]})"
+            f"{option}{path} is neither a file, nor a folder of {what}, nor a model on the hub ({reason(error)})"
         ) from error
     return dict(model.state_dict())

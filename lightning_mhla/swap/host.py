@@ -269,16 +269,14 @@ class TokenGrid:
             )
         # min() of a symbolic size would be an expression that every later size contains; a comparison is only a guard
         fitted = tuple(count if length >= count else length for count, length in zip(blocks, shape, strict=True))
+        if mixes_prefix:
+            check_prefix(self.prefix_tokens, blocks, shape)
         if torch.compiler.is_compiling():  # sizes may be symbolic, so they cannot be keys of a dictionary
-            if mixes_prefix:
-                check_prefix(self.prefix_tokens, blocks, shape)
             return BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         key = (shape, fitted)
         if key in self.layouts:
             return self.layouts[key]
         if fitted != blocks:
-            if mixes_prefix:
-                check_prefix(self.prefix_tokens, blocks, shape)
             log.warning("block_grid %s has more blocks than %s tokens: %s are used", blocks, shape, fitted)
         layout = BlockLayout(shape, fitted, prefix_tokens=self.prefix_tokens)
         if not makes_fake_tensors():  # a layout makes its tables on first use; fake ones must not be reused

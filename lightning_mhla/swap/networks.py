@@ -149,7 +149,7 @@ def build_configuration(network: Mapping[str, Any], required: Mapping[str, Any] 
     try:
         return kind(**{**(network.get("extra") or {}), **options})
     except ValueError as error:
-        raise ValueError(f"network: {name} does not accept its options ({str(error).splitlines()[0]})") from error
+        raise ValueError(f"network: {name} does not accept its options ({reason(error)})") from error
 
 
 def known_options(kind: type[PreTrainedConfig]) -> set[str]:

@@ -142,6 +142,16 @@ def test_images_of_any_size() -> None:
     assert bare(torch.ones(1, 3, 16, 96)).isfinite().all()
 
 
+@pytest.mark.parametrize("kinds", [["mhla"], ["mhla_window", "mhla"], ["mhla", "mhla_window"]])
+def test_an_image_with_fewer_tokens_than_blocks_is_rejected_by_any_layer_that_mixes_the_class_token(
+    kinds: list[str],
+) -> None:
+    model = tiny("vit_tiny_patch16_224", dynamic_img_size=True, img_size=64)
+    swap_attention(model, AttentionConfig(block_grid=[4, 4]), layer_kinds=kinds)
+    with pytest.raises(ValueError, match=r"block_grid \[4, 4\] has more blocks than the image has tokens, \[2, 2\]"):
+        model(torch.ones(1, 3, 32, 32))
+
+
 @torch.no_grad()
 def test_blocks_of_a_window_grow_with_the_image(tmp_path: Path) -> None:
     model = swapped(tiny(dynamic_img_size=True), AttentionConfig(kind="mhla_window", block_grid=[2, 2]))

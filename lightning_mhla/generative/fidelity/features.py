@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_mhla.data.digits import LOADERS, Name
 from lightning_mhla.data.sampling import kept_random_state
 from lightning_mhla.system.ranges import check_range, check_seed
+from lightning_mhla.system.untrusted import BROKEN, reason
 
 
 class Features(NamedTuple):
@@ -87,9 +88,10 @@ class InceptionFeatures(FeatureNetwork):
                 torch.load(path, weights_only=True, map_location="cpu")  # torch-fidelity's own load runs code
                 names = ["2048", "logits_unbiased"]
                 self._network = FeatureExtractorInceptionV3("inception-v3-compat", names, str(path))
-            except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-                reason = str(error).splitlines()[0]
-                raise ValueError(f"{path} holds no weights of torch-fidelity's Inception-v3 ({reason})") from error
+            except (pickle.UnpicklingError, *BROKEN) as error:
+                raise ValueError(
+                    f"{path} holds no weights of torch-fidelity's Inception-v3 ({reason(error)})"
+                ) from error
         return self._network
 
     def _file(self) -> Path:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from lightning_mhla.swap.networks import build_configuration
 from lightning_mhla.system.modes import evaluation_mode
 from lightning_mhla.system.sharding import is_sharded_module
+from lightning_mhla.system.untrusted import reason
 from mhla_tasks.language.lengths import position_table
 from mhla_tasks.language.loss import IGNORED, linear_cross_entropy, logits_cross_entropy, token_losses
 from mhla_tasks.language.model import MHLAForCausalLM
@@ -40,7 +41,7 @@ def build_network(network: Mapping[str, Any], vocab_size: int) -> PreTrainedMode
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except ValueError as error:
         raise ValueError(
-            f"network: {type(config).__name__} does not build a causal language model ({str(error).splitlines()[0]})"
+            f"network: {type(config).__name__} does not build a causal language model ({reason(error)})"
         ) from error
     if generation:
         model.generation_config = GenerationConfig.from_dict(dict(generation))

@@ -209,9 +209,16 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
         read_set(str(tmp_path / "broken.npz"), DigitFeatures(), CPU)
     with pytest.raises(FileNotFoundError, match=r"Inception-v3: .*none\.pth does not exist"):
         InceptionFeatures(str(tmp_path / "none.pth")).network()
-    torch.save({"weights": Path()}, tmp_path / "code.pth")
-    with pytest.raises(ValueError, match=r"code\.pth holds no weights of torch-fidelity's Inception-v3"):
-        InceptionFeatures(str(tmp_path / "code.pth")).network()
+    for name, content in {
+        "code": {"weights": Path()},
+        "list": [torch.zeros(2)],
+        "other": {"a": torch.zeros(2)},
+    }.items():
+        torch.save(content, tmp_path / f"{name}.pth")
+    (tmp_path / "empty.pth").touch()
+    for name in ("code", "list", "other", "empty"):
+        with pytest.raises(ValueError, match=rf"{name}\.pth holds no weights of torch-fidelity's Inception-v3"):
+            InceptionFeatures(str(tmp_path / f"{name}.pth")).network()
 
 
 def test_the_classifier_of_digits_names_those_held_out() -> None:

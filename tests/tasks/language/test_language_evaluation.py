@@ -20,6 +20,7 @@ from lightning import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import TensorBoardLogger
 from lm_eval.models.huggingface import HFLM
+from mhla_tasks.language.callbacks import TokenThroughput
 from mhla_tasks.language.evaluation.callback import LMEval
 from mhla_tasks.language.evaluation.lm import MHLALM, cut_middle
 from mhla_tasks.language.evaluation.script import main
@@ -49,7 +50,8 @@ def trained(tokenizer: Any, task_data: Path, tmp_path_factory: pytest.TempPathFa
     callback = LMEval(TASKS, every_n_steps=STEPS // 2, batch_size=2, data_dir=str(task_data))
     keep = ModelCheckpoint(folder, filename="last", every_n_train_steps=STEPS)
     trainer = Trainer(
-        max_steps=STEPS, accelerator="cpu", callbacks=[callback, keep], logger=TensorBoardLogger(folder, name="run"),
+        max_steps=STEPS, accelerator="cpu", callbacks=[TokenThroughput(), callback, keep],
+        logger=TensorBoardLogger(folder, name="run"),
         enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
     )  # fmt: skip
     trainer.fit(model.train(), DataLoader(rows, batch_size=8, shuffle=True))
@@ -134,6 +136,12 @@ def test_callback_logs_every_metric_at_every_step(trained: SimpleNamespace) -> N
         points = events.Scalars(f"lm_eval/{name}")
         assert [point.step for point in points] == [STEPS // 2, STEPS], name
         assert points[-1].value == pytest.approx(value), name
+
+
+def test_the_time_of_an_evaluation_is_left_out_once(trained: SimpleNamespace) -> None:
+    events = EventAccumulator(str(trained.folder / "run/version_0")).Reload()
+    undisturbed, disturbed = (point.value for point in events.Scalars("train/tokens_per_second"))
+    assert 0 < disturbed < 10 * undisturbed
 
 
 def test_log_likelihood_does_not_depend_on_the_batch(exported: Path) -> None:

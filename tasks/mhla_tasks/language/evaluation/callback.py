@@ -22,7 +22,6 @@ from lightning_mhla.system.files import write_json
 from lightning_mhla.system.folders import run_folder
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.commandline.console import harmless
-from mhla_tasks.language.callbacks import TokenThroughput
 
 log = logging.getLogger(__name__)
 
@@ -118,10 +117,6 @@ class LMEval(PeriodicEvaluation):
         shares, folder = model.cut_shares(), run_folder(trainer)
         if results is not None:
             self._log(trainer, folder, dict(results), shares)
-        # The evaluation must not count as training time.
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]  # the trainer's own list
-            if isinstance(callback, TokenThroughput):
-                callback.restart(trainer)
 
     def _load_tasks(self) -> None:
         from lm_eval.tasks import TaskManager
