@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from PIL import Image
-from timm.data import create_transform
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -61,7 +60,9 @@ class Preprocessing:
 
     @cached_property
     def _transform(self) -> Any:
-        transform = create_transform(
+        from timm import data as timm_data  # not at the top, since it imports all of timm's models
+
+        transform = timm_data.create_transform(
             self.image_size, crop_pct=self.crop_share, interpolation="bicubic", mean=self.mean, std=self.std
         )
         return transform if self.channels == 3 else v2.Compose([transform, _to_grey])
