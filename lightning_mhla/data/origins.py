@@ -16,6 +16,7 @@ import json
 import logging
 import re
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,7 +30,7 @@ from lightning_mhla.data.tables import INDEX, load_table
 from lightning_mhla.system.files import write_json, written_whole
 from lightning_mhla.system.listing import is_file_name, is_visible, shown
 from lightning_mhla.system.redaction import redacted
-from lightning_mhla.system.untrusted import read_json
+from lightning_mhla.system.untrusted import BROKEN, read_json
 
 log = logging.getLogger(__name__)
 
@@ -190,7 +191,7 @@ def resume_order(
 
     Raises:
         ValueError: if there are complete shards that cannot be kept, because they have no record, the options have changed, an
-            origin was added, or an origin of a complete shard was changed or removed.
+            origin was added, or an origin of a complete shard was changed or removed; or if two origins have the same name.
     """
     # As a record holds them: tuples become lists, keys become strings.
     options = redacted(json.loads(json.dumps(options)))
@@ -324,8 +325,9 @@ def _describe(begun_with: Mapping[str, Any], options: Mapping[str, Any], changes
 
 
 def _record_all(origins: Sequence[Origin]) -> list[dict[str, Any]]:
-    names = [origin.name for origin in origins]
-    assert len(set(names)) == len(names), "names of origins are unique"
+    repeated = [name for name, count in Counter(origin.name for origin in origins).items() if count > 1]
+    if repeated:
+        raise ValueError(f"{shown(repeated[0])} is named more than once; name each source of the samples once")
     with ThreadPoolExecutor(8) as pool:
         records = pool.map(_record, origins)
         is_quick = sum(len(origin.files) for origin in origins) < 1000
@@ -383,9 +385,14 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
         options = next(rows, None)
         if not isinstance(options, dict):
             return None
-        return options, [{"name": line["name"], "note": line["note"], "files": line["files"]} for line in rows]
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError):
+        return options, [_parse(row) for row in rows]
+    except (OSError, zlib.error, *BROKEN):
         return None
+
+
+def _parse(row: Mapping[str, Any]) -> dict[str, Any]:
+    files = [[int(size), int(changed), str(digest)] for size, changed, digest in row["files"]]
+    return {"name": str(row["name"]), "note": str(row["note"]), "files": files}
 
 
 def _check_unpacked(path: Path) -> None:

@@ -23,8 +23,8 @@ from processes import fork_server, run_cli
 from safetensors.torch import load_file, save_file
 from shipped_small import save_clips, save_images, save_models, save_texts
 
-from lightning_mhla.data.origins import MODEL_FILES, model_digest
-from lightning_mhla.data.write import Preparation
+from lightning_mhla.data.origins import MODEL_FILES, Origin, model_digest
+from lightning_mhla.data.write import Preparation, write_shards
 
 LONG = [pytest.param(kind, marks=pytest.mark.long) for kind in ("caption-latents", "clip-latents")]
 KINDS = ["images", "latents", "captions", "clips", "text", *LONG]
@@ -446,13 +446,25 @@ def test_latents_of_shards_name_the_shard_that_changed(world: Path, tmp_path: Pa
         registry.run("prepare latents", words)
 
 
-def test_shards_without_a_record_are_not_mixed_with_others(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("record", [
+    b"cut", gzip.compress(b"[" * 200_000), gzip.compress(b"{}\n[]\n"), gzip.compress(b"{}\n3\n"),
+    gzip.compress(b'{}\n{"name": "a", "note": "", "files": [[1, 2]]}\n'),
+    gzip.compress(b'{}\n{"name": "a", "note": "", "files": [[1e999, 2, "b"]]}\n'),
+])  # fmt: skip
+def test_shards_without_a_record_are_not_mixed_with_others(record: bytes, world: Path, tmp_path: Path) -> None:
     words = command("images", world, world / SOURCES["images"], tmp_path)
     registry.run("prepare images", words)
-    (tmp_path / "train-origins.jsonl.gz").write_bytes(b"cut")
+    (tmp_path / "train-origins.jsonl.gz").write_bytes(record)
     with pytest.raises(SystemExit, match=r"no train-origins\.jsonl\.gz says what they were made from"):
         registry.run("prepare images", words)
     registry.run("prepare images", [*words, "--force"])
+
+
+def test_a_source_that_is_named_twice_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").touch()
+    origins = [Origin("a.txt", (tmp_path / "a.txt",))] * 2
+    with pytest.raises(ValueError, match=r"a\.txt is named more than once"):
+        write_shards([0, 1], lambda number: {"txt": b"x"}, tmp_path, "train", 2, origins=origins)
 
 
 WRITER = """
