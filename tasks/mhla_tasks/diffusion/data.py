@@ -63,11 +63,11 @@ class RequestedClasses:
         for label in self.classes:
             if not 0 <= label < num_classes:
                 raise ValueError(f"class {label} is not one of 0 to {num_classes - 1}; see samples.classes")
-        self.count, self.seed = request.per_class * len(self.classes), request.seed
-        self.shard_sizes: Sequence[int] = [self.count]
+        self.seed = request.seed
+        self.shard_sizes: Sequence[int] = [request.per_class * len(self.classes)]
 
     def __len__(self) -> int:
-        return self.count
+        return self.shard_sizes[0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return the request for one sample as a dict with its ``index``, class ``label`` and noise ``seed``."""

@@ -308,10 +308,11 @@ class ClassToImage(NamesClasses, GenerativeModule):
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, *self.network.sides)
         if "image" in batch and self.codec is not None:
-            drawn = (
-                None if generators is None else [torch.randn(expected, generator=generator) for generator in generators]
-            )
-            clean = self.codec.encode(clean, None if drawn is None else torch.stack(drawn).to(clean.device))
+            noise = None
+            if generators is not None:
+                drawn = [torch.randn(expected, generator=generator) for generator in generators]
+                noise = torch.stack(drawn).to(clean.device)
+            clean = self.codec.encode(clean, noise)
         if clean.shape[1:] != expected:
             what = "latents" if "latent" in batch or self.codec is not None else "images"
             raise ValueError(
