@@ -36,14 +36,6 @@ class CaptionedData(ResumableDataModule):
         super().__init__(**options)
         self.prompts = as_dataclass(PromptRequest, prompts)
 
-    def empty_caption(self) -> Tensor | None:
-        """Return the token embeddings of the empty caption, if the data set stores embedded captions.
-
-        Returns:
-            Embeddings ``[L, D]`` float32 of L tokens with D features; None if the data set stores captions as text.
-        """
-        return None
-
     def samples(self, stage: str) -> SampleSource:
         """Return the samples for a stage as a map-style data set.
 
@@ -120,6 +112,6 @@ class EncodedShards(CaptionedData):
         check_captions(self.shards, stage)
         return EncodedSamples(self.shards.reader(stage), self.text_length, self.axes, self.command)
 
-    @override
-    def empty_caption(self) -> Tensor | None:
+    def empty_caption(self) -> Tensor:
+        """Return the token embeddings of the empty caption, ``[L, D]`` float32, of L tokens with D features."""
         return read_empty_caption(self.shards, self.command)

@@ -473,12 +473,12 @@ class CaptionedDiffusion(GenerativeModule):
         """
         if self._empty is None:
             data: Any = self.trainer.datamodule  # type: ignore[attr-defined]  # set when the data is attached
-            tokens = data.empty_caption() if hasattr(data, "empty_caption") else None
-            if tokens is None:
-                self._empty = self.captions.encode([""], self.device)
-            else:
+            if hasattr(data, "empty_caption"):
+                tokens = data.empty_caption()
                 self._empty = torch.zeros(1, data.text_length, tokens.shape[-1], device=self.device)
                 self._empty[0, : len(tokens)] = tokens[: data.text_length]
+            else:
+                self._empty = self.captions.encode([""], self.device)
         return self._empty.to(self.device)
 
     @override
