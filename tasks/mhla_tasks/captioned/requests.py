@@ -178,7 +178,7 @@ class SampleFolder(Callback):
         self._check_origin(trainer, pl_module)
         trainer.strategy.barrier()
 
-    def _check_origin(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _check_origin(self, trainer: Trainer, module: Any) -> None:
         """Check that existing samples were drawn with the current weights and options, and record these for the next check.
 
         Raises:
@@ -186,17 +186,16 @@ class SampleFolder(Callback):
         """
         path = self.folder / f"{self.kind}-origin.json"
         # of the weights themselves: last.ckpt, a run folder and an export keep their names when they are written again
-        network: Any = pl_module.network
-        weights = fingerprint(network)
-        options = {name: pl_module.hparams[name] for name in self.origin if name in pl_module.hparams}
+        weights = fingerprint(module.network)
+        options = {name: module.hparams[name] for name in self.origin if name in module.hparams}
         origin = {"weights": weights, "precision": trainer.precision, **options}
         origin = redacted(json.loads(json.dumps(origin)))
         recorded = json.loads(path.read_text()) if path.exists() else origin
         if "written" in recorded and _same_file(
-            recorded, str(trainer.ckpt_path or getattr(pl_module, "pretrained", None))
+            recorded, str(trainer.ckpt_path or getattr(module, "pretrained", None))
         ):
             recorded |= {name: origin[name] for name in ("weights", "precision", "lora") if name in origin}
-        sampling = type(getattr(pl_module, "sampling"))  # noqa: B009  # LightningModule does not declare it
+        sampling = type(module.sampling)
         groups: dict[str, type[Any]] = {"attention": AttentionConfig, "sampling": sampling, "text": TextConfig}
         for record in (origin, recorded):  # records of earlier versions have fewer options
             record |= {name: asdict(as_dataclass(groups[name], record[name])) for name in groups if name in record}
@@ -248,9 +247,8 @@ class SampleFolder(Callback):
         for pixels, row in zip(outputs["pixels"], outputs["rows"], strict=True):
             pixels = pixels.cpu()
             # The line is written before the file, because `missing` cannot check a file without a line.
-            with (self.folder / f"{self.kind}.jsonl").open(
-                "a"
-            ) as stream:  # a line break first: a stop may have cut the last line
+            with (self.folder / f"{self.kind}.jsonl").open("a") as stream:
+                # a line break first: a stop may have cut the last line
                 stream.write("\n" + to_json({**row, **self.describe(pixels)}) + "\n")
             self.write(self.folder / self.kind / row["file"], pixels, pl_module)
             if len(self._shown) < SHOWN:
