@@ -120,6 +120,16 @@ def test_one_version_everywhere(wheel: Path) -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == number
 
 
+@pytest.mark.parametrize("word", ["mhla://", "--config=mhla://"])
+def test_the_prefix_alone_lists_the_configurations_of_the_package(
+    word: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as done:
+        shipped.resolve(["fit", word])
+    assert done.value.code == 0
+    assert capsys.readouterr().out.split() == [f"mhla://{name}" for name in shipped.names()]
+
+
 def test_configurations_of_the_package_are_found_by_name() -> None:
     assert "classification/mnist.yaml" in shipped.names()
     path = str(shipped.folder() / "classification/mnist.yaml")

@@ -303,6 +303,10 @@ def check_window(
     """
     if causal not in (False, True):
         raise ValueError(f"causal={causal!r} is not one of False, True; causal='block' is for mhla_attention")
+    if cu_seqlens is not None and not causal:
+        raise ValueError(
+            "cu_seqlens is for causal attention; otherwise, give each sequence a padded row, with key_mask"
+        )
     check_feature_shapes(q, q_features, k_features)
     problem = check_problem(
         q, k, v, mixing, block_size=block_size, block_offsets=block_offsets, causal=causal, normalize=False,

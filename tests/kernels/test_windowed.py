@@ -462,7 +462,7 @@ def test_keys_and_features_without_entries(empty: str, kind: str, sinks: int) ->
             {"block_size": None, "block_offsets": (0, 2, 9), "causal": False, "sinks": 1, "block_grid": (1,)},
             "the first block has 2 tokens",
         ),
-        ({"cu_seqlens": (0, 9), "causal": False}, "cu_seqlens"),
+        ({"cu_seqlens": (0, 9), "causal": False}, "cu_seqlens is for causal attention"),
         ({"sink_q": torch.ones(2, 9, 4, 6), "causal": False}, "sink_q is for causal attention"),
         ({"sink_q": torch.ones(2, 8, 4, 6)}, r"sink_q is torch.float32 \[2, 8, 4, 6\] on cpu; it must be like q"),
         ({"sink_q": torch.ones(2, 9, 4, 6, dtype=torch.float64)}, "sink_q is torch.float64"),

@@ -502,6 +502,13 @@ def test_causal_linear_attention_forgets_nothing() -> None:
     torch.testing.assert_close(layer.attend(AttentionInputs(x, q, k, v)), want, rtol=1e-4, atol=1e-5)
 
 
+def test_rotary_tables_move_with_the_module_and_are_not_saved() -> None:
+    layer = build_attention(AttentionConfig(rotary=True, normalize=False), 8, 2, BlockLayout((4, 4), (2, 2)))
+    tables = {name for name, _ in layer.named_buffers() if name.rpartition(".")[2] in ("cos", "sin")}
+    assert len(tables) == 2
+    assert not tables & layer.state_dict().keys()
+
+
 def test_rotary_angles_are_those_of_the_paper() -> None:
     """Pair i turns by position * base^(-2 i / D)."""
     turned = rotary_angles(torch.tensor([0, 3, 7]), 6, 1000.0)

@@ -178,6 +178,21 @@ def test_a_resumed_run_goes_on_with_the_trained_weights_and_the_same_average() -
     assert averaged(again, copy) == averaged(average, module) == 6
 
 
+def test_weights_that_are_frozen_when_a_run_resumes_keep_their_average() -> None:
+    average, module = started()
+    train(average, module, {1: 8.0, 2: 4.0})
+    checkpoint = checkpoint_of(average, module, 2)
+    again, copy = ExponentialMovingAverage(0.75), Tied()
+    copy.one.weight.requires_grad_(False)
+    again.setup(trainer_at(0), copy, "fit")
+    copy.load_state_dict(checkpoint["state_dict"])
+    again.on_load_checkpoint(trainer_at(0), copy, checkpoint)
+    again.load_state_dict(checkpoint["own"])
+    again.on_fit_start(trainer_at(0), copy)
+    assert value_of(copy) == 4
+    assert averaged(again, copy) == 7
+
+
 def test_other_commands_keep_the_averaged_weights() -> None:
     average, module = started()
     train(average, module, {1: 8.0, 2: 4.0})

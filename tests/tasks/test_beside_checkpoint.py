@@ -82,18 +82,16 @@ def test_intervals_are_at_least_one(name: str) -> None:
 def test_monitors_go_where_there_is_no_logger(command: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "mhla_tasks")
     monitor, other = (SimpleNamespace(class_path=f"a.{name}") for name in ("LearningRateMonitor", "Other"))
-    trainer = SimpleNamespace(callbacks=[monitor, other, monitor])
-    leave_out_monitors(trainer, command)
-    assert trainer.callbacks == [other]
-    assert caplog.messages == (
-        ["LearningRateMonitor is disabled, because there is no logger"] if command == "fit" else []
-    )
-    caplog.clear()
-    for callbacks in ([other], [], None, monitor):
+    disabled = ["LearningRateMonitor is disabled, because there is no logger"] if command == "fit" else []
+    for callbacks, remaining, messages in (
+        ([monitor, other, monitor], [other], disabled), (monitor, [], disabled),
+        ([other], [other], []), ([], [], []), (None, None, []), (other, other, []),
+    ):  # fmt: skip
         trainer = SimpleNamespace(callbacks=callbacks)
         leave_out_monitors(trainer, command)
-        assert trainer.callbacks == callbacks
-    assert not caplog.messages
+        assert trainer.callbacks == remaining
+        assert caplog.messages == messages
+        caplog.clear()
 
 
 def logger(class_path: str, /, **arguments: Any) -> Namespace:

@@ -127,6 +127,7 @@ def test_wrong_argument(
     [
         (["fit"], "no model is given; name a configuration"),
         (["fit", "--config", "absent.yaml"], "--config=absent.yaml: the file does not exist; mhla:// lists"),
+        (["fit", "--config=/dev/null"], "/dev/null: is not a regular file; write its content to one, because each process"),
         (["fit", "--config=elsewhere/configs/video/folder.yaml"], "the package brings it as mhla://video/folder.yaml"),
         (["validate", "--run_dir=absent"], "--run_dir=absent: the folder does not exist"),
         (["fitt"], "fitt is not a command; the commands are fit, validate, test, predict"),
@@ -332,6 +333,21 @@ def test_precedence_command_line_then_file_then_checkpoint(
     assert (config.model.init_args.shape.dim, config.model.init_args.drop_path) == (16, 0.3)
     assert config.model.init_args.training.optimizer.lr == 0.77, "the checkpoint or the file beat the command line"
     assert config.data.init_args.batch_size == 64
+
+
+@pytest.mark.parametrize("words", [["--data={}"], ["--data.class_path={}"], ["--data", "{{class_path: {}}}"]])
+def test_options_of_another_class_are_not_remembered(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, trained: Path
+) -> None:
+    checkpoint = f"--ckpt_path={trained / 'checkpoints/last.ckpt'}"
+
+    def batch_size(name: str, *more: str) -> int:
+        arguments = [*(word.format(name) for word in words), *more]
+        return parse(monkeypatch, "validate", checkpoint, *arguments).config.data.init_args.batch_size
+
+    same = "mhla_tasks.classification.Digits"
+    assert (batch_size(same), batch_size("Digits")) == (64, 64)
+    assert batch_size("mhla_tasks.classification.ImageNetShards", "--data.train=a.tar", "--data.val=b.tar") == 1024
 
 
 def test_checkpoint_of_another_attention_kind(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tarfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,6 +30,7 @@ from lightning_mhla.checkpoints.runs import LogFiles, step_of
 from lightning_mhla.data.write import shard_writer, write_shards
 from lightning_mhla.generative.images import SampleWriter
 from lightning_mhla.swap.saved import remove_stale
+from lightning_mhla.system import files
 from lightning_mhla.system.files import beside, exchange, give_second_name, rebuilt_folder, written_whole
 
 ROOT = Path(__file__).parents[2]
@@ -116,6 +119,24 @@ def test_downloads_and_backups_beside_files_that_are_written_stay(tmp_path: Path
     write_clip(tmp_path / "d.mp4", torch.zeros(2, 3, 16, 16, dtype=torch.uint8), 8)
     ImageWriter.write(SimpleNamespace(), tmp_path / "e.png", torch.zeros(3, 4, 4, dtype=torch.uint8), None)  # type: ignore[arg-type]
     assert untouched(tmp_path, *names)
+
+
+def test_without_hard_links_a_second_name_is_a_copy_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
+
+    flushed: list[str] = []
+    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(files, "flush", lambda path: flushed.append(path.name))
+    make(tmp_path, "state/a", "state/below/b", "one")
+    (tmp_path / "state/c").symlink_to("a")
+    give_second_name(tmp_path / "state", tmp_path / "again")
+    assert {"a", "b"} <= set(flushed)
+    assert "c" not in flushed, "the target of a link was flushed in its place"
+    assert contents(tmp_path / "again") == contents(tmp_path / "state")
+    assert os.readlink(tmp_path / "again/c") == "a"
 
 
 def test_weights_of_the_user_in_the_folder_of_an_export_stay(tmp_path: Path) -> None:

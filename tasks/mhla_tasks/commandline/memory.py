@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_mhla.checkpoints.io import find_checkpoints, read_header, resolve_checkpoint
 from lightning_mhla.checkpoints.sharded import is_sharded
-from mhla_tasks.commandline.sources import Source, mapping
+from mhla_tasks.commandline.sources import Source, class_path_of
 from mhla_tasks.commandline.trust import refusal
 
 MEMORY = (("model", "hyper_parameters"), ("data", "datamodule_hyper_parameters"))
@@ -53,13 +53,13 @@ def remembered_options(checkpoint: str, sources: Sequence[Source]) -> dict[str, 
         raise ValueError(f"ckpt_path {checkpoint} is not a checkpoint that can be read safely ({error})") from error
     options = {}
     for root, memory in memories:
-        class_paths = [s.values[root]["class_path"] for s in sources if "class_path" in mapping(s.values.get(root))]
+        named = [class_path for s in sources if (class_path := class_path_of(s.values.get(root))) is not None]
         if not isinstance(memory, dict) or not all(isinstance(name, str) for name in memory):
             raise ValueError(f"ckpt_path {checkpoint}: its options of the {root} must be a mapping with text keys")
         class_path = memory.get("_class_path")
         if class_path and (refused := refusal(str(class_path))):
             raise ValueError(f"ckpt_path {checkpoint} was trained with the class {str(class_path)[:80]}: {refused}")
-        if class_path and (not class_paths or class_paths[-1] == class_path):
+        if class_path and (not named or named[-1] in (class_path, str(class_path).rpartition(".")[2])):
             arguments = {name: value for name, value in memory.items() if not name.startswith("_")}
             options[root] = {"class_path": class_path, "init_args": arguments}
     return options

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_mhla.checkpoints.former_names import MOVED, in_groups, moved_options
 from mhla_tasks.commandline.arguments import UsageError
 from mhla_tasks.commandline.merging import ROOTS
-from mhla_tasks.commandline.sources import Source, mapping
+from mhla_tasks.commandline.sources import Source, class_path_of, mapping
 from mhla_tasks.commandline.trust import AllowError, find_class, subclass_named
 
 
@@ -133,8 +133,7 @@ def _kinds(sources: Sequence[Source], root: str) -> list[type | None]:
 
 
 def _named_class(source: Source, root: str) -> type | None:
-    value = source.values.get(root)
-    name = value if isinstance(value, str) else mapping(value).get("class_path")
+    name = class_path_of(source.values.get(root))
     if not isinstance(name, str):
         return None
     if "." not in name:

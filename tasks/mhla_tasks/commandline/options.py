@@ -136,7 +136,7 @@ def leave_out_monitors(trainer: Any, command: str) -> None:
         trainer: parsed options of a Trainer without a logger (a jsonargparse Namespace), changed in place.
         command: ``fit``, ``validate``, ``test`` or ``predict``; only ``fit`` logs a message.
     """
-    callbacks = trainer.callbacks if isinstance(trainer.callbacks, list) else []
+    callbacks = callbacks_of(trainer)
     remaining = [callback for callback in callbacks if not callback.class_path.endswith("LearningRateMonitor")]
     if len(remaining) < len(callbacks):
         if command == "fit":

@@ -24,7 +24,7 @@ from mhla_tasks.commandline.problems import (
     find_repeated_option,
     find_unknown_key,
 )
-from mhla_tasks.commandline.sources import Source, mapping, read_sources
+from mhla_tasks.commandline.sources import Source, class_path_of, mapping, read_sources
 from mhla_tasks.commandline.trust import AllowError, allow_classes, allow_imports, subclass_named
 from mhla_tasks.commandline.user_modules import UnknownModuleError
 
@@ -132,16 +132,11 @@ def _replaced(
         up_to_file = merge([*remembered, *sources[: index + 1]])
         changed = _completed(merge([*remembered, *sources, source]))
         for root in ("model", "data"):
-            class_path = _class_of(up_to_file.get(root))
-            if class_path is not None and class_path != _class_of(configuration.get(root)):
+            class_path = class_path_of(up_to_file.get(root))
+            if class_path is not None and class_path != class_path_of(configuration.get(root)):
                 changed[root] = configuration[root]
         if changed != configuration:
             yield changed
-
-
-def _class_of(value: Any) -> Any:
-    """Return the class path in the options of a model or data module; None if they do not contain one."""
-    return value if isinstance(value, str) else mapping(value).get("class_path")
 
 
 def check_same(plan: Plan) -> None:

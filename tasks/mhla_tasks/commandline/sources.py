@@ -130,6 +130,15 @@ def mapping(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def class_path_of(value: Any) -> Any:
+    """Return the class path in the options of a model or data module; None if they do not name a class.
+
+    Args:
+        value: class path, or mapping with ``class_path`` and ``init_args``.
+    """
+    return value if isinstance(value, str) else mapping(value).get("class_path")
+
+
 def _read(path: Path, keys: tuple[str, ...]) -> Source:
     """Read the options in a YAML file. If this fails, the returned source contains an error message instead of options.
 
@@ -189,11 +198,14 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[tuple[str | int, ...], int]
 
     Raises:
         OSError: if the file cannot be read.
-        ValueError: if the file does not exist, is too large, is not UTF-8, contains no options, or sets a key twice.
+        ValueError: if the path is not that of a regular file, or the file is too large, is not UTF-8, contains no options, or
+            sets a key twice.
         yaml.YAMLError: if the file is not valid YAML.
     """
+    if path.is_dir():
+        raise ValueError("is a folder, not a file; name the file in it")
     if not path.is_file():
-        raise ValueError("is a folder, not a file; name the file in it" if path.is_dir() else "does not exist")
+        raise ValueError("is not a regular file; write its content to one, because each process of a run reads it")
     if path.stat().st_size > YAML_CHARACTERS:
         raise ValueError(f"is too large for a configuration: {path.stat().st_size} bytes (at most {YAML_CHARACTERS})")
     # Some editors put a byte order mark in front of the text.

@@ -307,7 +307,7 @@ class ClassToImage(NamesClasses, GenerativeModule):
         """
         clean = batch["latent"] if "latent" in batch else batch["image"]
         expected = (self.network.channels, *self.network.sides)
-        if "image" in batch and self.codec is not None:
+        if "latent" not in batch and self.codec is not None:
             noise = None
             if generators is not None:
                 drawn = [torch.randn(expected, generator=generator) for generator in generators]

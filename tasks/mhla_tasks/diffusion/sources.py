@@ -161,7 +161,7 @@ def latent_scale(reader: ShardReader) -> float:
                 "train on images with ImageShards and --model.vae"
             )
         scale, samples, per_shard = content["scale"], content.get("samples"), content.get("per_shard")
-        if not isinstance(scale, int | float) or not math.isfinite(scale) or scale <= 0:
+        if type(scale) not in (int, float) or not math.isfinite(scale) or scale <= 0:
             raise ValueError(f"{manifest} gives scale {str(scale)[:40]}, which is not a positive number")
         scales.add(float(scale))
         if isinstance(samples, int) and isinstance(per_shard, int) and per_shard > 0:

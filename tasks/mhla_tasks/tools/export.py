@@ -68,7 +68,7 @@ def write_export(
     """
     path = resolve_checkpoint(checkpoint)
     content = read_header(path)
-    module = load_trained(checkpoint, live)
+    module = load_trained(path, live)
     domain = _domain_of(type(module))
     for name in options:
         if name not in domain.OPTIONS:

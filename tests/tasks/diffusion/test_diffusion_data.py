@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -150,12 +152,22 @@ def test_new_shards_are_never_their_own_source(place: Path, tmp_path: Path) -> N
     assert sorted(shards.iterdir()) == finished, "deleted although an option was wrong"
 
 
+@pytest.mark.parametrize("scale", ["0.5", "text", None, True, [0.5], 0, -0.5, math.inf, math.nan])
+def test_a_scale_that_is_no_positive_number_is_told(scale: Any, place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "latents", tmp_path / "latents")
+    manifest = tmp_path / "latents/train-manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "scale": scale}))
+    with pytest.raises(ValueError, match=r"train-manifest\.json gives scale .*, which is not a positive number"):
+        data(tmp_path).source("train")
+
+
 def test_what_is_denoised_are_latents_as_they_come_or_images_encoded_on_the_fly(place: Path) -> None:
     latents = data(place).source("train")[0]["latent"]
     attention = AttentionConfig(block_grid=[2, 2])
     model = ClassToImage(attention, 2, 8, 4, shape=SHAPE, vae=str(place / "vae"))
     batch = {"latent": latents[None], "label": torch.tensor([0])}
     assert torch.equal(model._clean(batch), latents[None])
+    assert torch.equal(model._clean({**batch, "image": torch.zeros(1, 3, 16, 16)}), latents[None])
     model.check_drawable()
     with pytest.raises(ValueError, match=r"the latents of VAE .*vae have 4 channels, and the model denoises 8"):
         ClassToImage(attention, 2, 8, 8, shape=SHAPE, vae=str(place / "vae")).check_drawable()

@@ -144,6 +144,16 @@ def test_the_time_of_an_evaluation_is_left_out_once(trained: SimpleNamespace) ->
     assert 0 < disturbed < 10 * undisturbed
 
 
+@pytest.mark.parametrize("option", ["--data_dir", "--allow"])
+def test_an_option_without_its_value_is_told(
+    option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mhla-lm-eval", "--tasks", "mmlu", option])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert f"{option} needs a value" in f"{ended.value.code}{capsys.readouterr().err}"
+
+
 def test_log_likelihood_does_not_depend_on_the_batch(exported: Path) -> None:
     model, tokenizer = load_model(exported)
     requests = [((text, "x"), tokenizer(text)["input_ids"], tokenizer(" old town")["input_ids"]) for text in SENTENCES]

@@ -152,3 +152,21 @@ def test_the_speed_counts_every_token_that_the_network_reads(labeled: bool, coun
     )  # fmt: skip
     trainer.fit(model, DataLoader(rows, batch_size=8))
     assert callback._tokens == count
+
+
+@pytest.mark.parametrize("peak_flops", [None, 2e9])
+def test_the_share_of_the_peak_is_logged_if_the_peak_is_known(peak_flops: float | None, tmp_path: Path) -> None:
+    model = LanguageModel(
+        attention=AttentionConfig(block_size=16), vocab_size=256, context=64, shape=DecoderShape(16, 1, 2, mlp_width=32)
+    )
+    rows = [{"tokens": torch.arange(65)}] * 8
+    trainer = Trainer(
+        accelerator="cpu", max_steps=2, log_every_n_steps=1, callbacks=[TokenThroughput(peak_flops)], logger=False,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(rows, batch_size=4))
+    metrics = trainer.callback_metrics
+    assert ("train/mfu" in metrics) == (peak_flops is not None)
+    if peak_flops is not None:
+        share = float(metrics["train/tokens_per_second"]) * model.flops_per_token / peak_flops
+        assert float(metrics["train/mfu"]) == pytest.approx(share)
