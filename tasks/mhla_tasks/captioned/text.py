@@ -18,6 +18,7 @@ from typing_extensions import override
 from lightning_mhla.data.lines import json_lines, parse_object, plain_suffix, read_lines, read_text, text_entry
 from lightning_mhla.system.listing import is_visible
 from lightning_mhla.system.ranges import check_range
+from lightning_mhla.system.untrusted import reason
 
 WORD_BYTES = 8
 """Number of hash bytes used to seed the vector of a word."""
@@ -218,10 +219,9 @@ class TransformersText(CaptionEncoder):
                 )
                 model = kind.from_pretrained(path, subfolder="text_encoder", dtype=dtype, trust_remote_code=False)
             except (OSError, ValueError) as error:
-                reason = str(error).splitlines()[0]
                 raise FileNotFoundError(
                     f"text.encoder {path} is not a folder or hub name of a pipeline with tokenizer and text_encoder "
-                    f"({reason})"
+                    f"({reason(error)})"
                 ) from error
             check_tokenizer(tokenizer, path)
             width = model.config.hidden_size

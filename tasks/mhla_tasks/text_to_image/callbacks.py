@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from lightning_mhla.system.figures import log_figure
 from lightning_mhla.system.files import to_json, write_whole
 from lightning_mhla.system.ranges import check_range
+from lightning_mhla.system.untrusted import reason
 from mhla_tasks.captioned.callbacks import DrawnSamples
 from mhla_tasks.captioned.module import CaptionedDiffusion
 from mhla_tasks.text_to_image.judge import parse_caption, score_scenes
@@ -212,6 +213,6 @@ class ClipScore(ImagePictures):
                 self._parts = model, CLIPProcessor.from_pretrained(self.model, trust_remote_code=False)
             except (OSError, ValueError) as error:
                 raise FileNotFoundError(
-                    f"model {self.model} is not a folder or hub name of a CLIP model ({str(error).splitlines()[0]})"
+                    f"model {self.model} is not a folder or hub name of a CLIP model ({reason(error)})"
                 ) from error
         return self._parts

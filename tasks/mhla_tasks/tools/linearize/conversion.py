@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -13,6 +12,7 @@ from typing import Any
 import torch
 
 from lightning_mhla.system.files import rebuilt_folder
+from lightning_mhla.system.untrusted import BROKEN, reason
 
 RENAMED = {
     "attention.attention.query": "attention.q_proj",
@@ -85,8 +85,8 @@ def _reading_gguf(file: Path) -> Iterator[None]:
         raise ModuleNotFoundError("reading a GGUF file needs the package gguf: pip install gguf")
     try:
         yield
-    except (OSError, ValueError, LookupError, ArithmeticError, RuntimeError, TypeError, struct.error) as error:
-        raise ValueError(f"transformers cannot read {file} ({str(error).splitlines()[0][:200]})") from error
+    except (OSError, *BROKEN) as error:
+        raise ValueError(f"transformers cannot read {file} ({reason(error)})") from error
 
 
 def convert_onnx(file: Path, folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lightning_mhla.system.untrusted import reason
 from lightning_mhla.training.encoder_libraries import TimmEncoders, TransformersEncoders
 from mhla_tasks.language.lengths import longest_text
 from mhla_tasks.tools.linearize.source import PretrainedSource
@@ -81,7 +82,7 @@ def seconds_by_length(
         try:
             passes = _time_passes(source, networks, length)
         except (ValueError, RuntimeError) as error:  # no such size, or too little memory
-            log.info("speed is not measured at length %d: %s", length, str(error).splitlines()[0])
+            log.info("speed is not measured at length %d: %s", length, reason(error))
             slow = slow or "memory" in str(error)  # longer samples need more of it
             continue
         # The first pass allocates memory; it counts only if it is the only one.
@@ -141,7 +142,7 @@ def generation_by_length(networks: Mapping[str, Any], longest: int | None) -> di
         except RuntimeError as error:
             if "memory" not in str(error):
                 raise
-            log.info("generation is not measured after %d tokens: %s", length, str(error).splitlines()[0])
+            log.info("generation is not measured after %d tokens: %s", length, reason(error))
             break  # longer texts need more of it
     return results
 
