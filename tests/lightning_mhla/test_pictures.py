@@ -24,7 +24,7 @@ from lightning_mhla import MHLA, AttentionConfig, BlockLayout
 from lightning_mhla.callbacks import AttentionPictures
 from lightning_mhla.callbacks.maps import draw_attention, draw_frames, draw_matrices, draw_mixing, fold_mixing
 from lightning_mhla.callbacks.pictures import attention_entropy, attention_rank, numbered_layers
-from lightning_mhla.system.figures import make_panels, save_figure, set_title
+from lightning_mhla.system.figures import make_panels, plain_numbers, save_figure, set_title
 
 LAYOUT = BlockLayout((4, 4), (2, 2))
 
@@ -299,3 +299,14 @@ def test_layers_that_are_too_large_are_named() -> None:
     trainer.fit_loop.epoch_loop.val_loop._data_source.instance = DataLoader([1])
     (reason,) = pictures.skipped_parts(trainer)
     assert "16 tokens are more than max_tokens=15" in reason
+
+
+def test_axes_have_plain_numbers() -> None:
+    figure, (axis,) = make_panels(1, 1, (6.0, 4.0))
+    axis.plot([10, 20_000], [0, 4_000])
+    axis.set_xscale("log")
+    plain_numbers(axis)
+    figure.canvas.draw()
+    across, up = ({label.get_text() for label in one.get_ticklabels()} for one in (axis.xaxis, axis.yaxis))
+    assert {"10", "20", "50", "10,000", "20,000"} <= across
+    assert {"0", "1,000", "2,000", "4,000"} <= up

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import sys
 from functools import cache
 from pathlib import Path
@@ -348,6 +349,16 @@ def test_options_of_another_class_are_not_remembered(
     same = "mhla_tasks.classification.Digits"
     assert (batch_size(same), batch_size("Digits")) == (64, 64)
     assert batch_size("mhla_tasks.classification.ImageNetShards", "--data.train=a.tar", "--data.val=b.tar") == 1024
+
+
+def test_how_a_checkpoint_is_read_is_not_reported_wrongly(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trained: Path, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run(monkeypatch, "validate", f"--ckpt_path={trained / 'checkpoints/last.ckpt'}", "--trainer.accelerator=cpu")
+    assert not [message for message in caplog.messages if "weights_only" in message]
+    logging.getLogger("lightning.pytorch.trainer.connectors.checkpoint_connector").info("something else")
+    assert "something else" in caplog.messages
 
 
 def test_checkpoint_of_another_attention_kind(

@@ -55,6 +55,7 @@ def test_a_card_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     parts = sections(Path("out/README.md"))
     assert parts["Classes"].strip() == "3 classes, in the order of the model's outputs: `cat`, a\\|b, \\<i\\>."
     assert "| `val/accuracy` | 0.9235 | 20 |\n| `val/loss` | 12,346 | 20 |" in parts["Metrics"]
+    assert parts["Training"].startswith("\n20 optimizer steps, 3 epochs, 5 s."), "the epoch that was running counts"
     assert "The exported checkpoint is the state after step 20." in parts["Metrics"]
     assert "the metrics are those of the average, and the export is not" in parts["Metrics"]
     assert "with exactly these weights" not in parts["Metrics"], "--live exports different ones"

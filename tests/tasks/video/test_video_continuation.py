@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning import Trainer
 from mhla_tasks.commandline import parser, registry
 from mhla_tasks.video import BouncingDigits, ContinuationPictures, FrameTransformer, MovingDigits, VideoContinuation
 from mhla_tasks.video.bouncing import BouncingDigitSamples, bounce, positions
@@ -24,6 +25,7 @@ from PIL import Image
 from processes import run_cli
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 from wan import ROOT
 
 from lightning_mhla import AttentionConfig
@@ -194,6 +196,19 @@ def test_only_frames_after_the_first_ones_count() -> None:
     ]
     out = module.sample_losses({"video": video}, [])
     torch.testing.assert_close(out.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+def test_a_step_of_training_has_gradients_and_logs_its_loss(tmp_path: Path) -> None:
+    shape = FrameShape(levels=3, dim=16, depth=1, heads=2, patch_size=2)
+    module = VideoContinuation(EXPONENTIAL, 8, 12, frames=6, start=2, shape=shape)
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([{"video": torch.rand(1, 6, 8, 12) * 2 - 1}] * 2, batch_size=2))
+    assert trainer.callback_metrics["train/loss"].isfinite()
+    assert any(not torch.equal(value, initial[name]) for name, value in module.state_dict().items())
 
 
 def test_training_sees_its_own_frames_and_noise() -> None:
