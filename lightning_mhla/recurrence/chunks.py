@@ -165,7 +165,7 @@ def prepare(
     chunks: tuple[int, ...] = (0, partition.blocks)
     if bounds is not None:
         # An empty sequence has no chunk, and its final state is its initial state.
-        counts = [-(-(end - start) // partition.slots) if end > start else 0 for start, end in pairwise(bounds)]
+        counts = [-(-(end - start) // partition.slots) for start, end in pairwise(bounds)]
         chunks = (0, *accumulate(counts))
     rows = len(q) if bounds is None else len(bounds) - 1
     initial = (

@@ -133,9 +133,13 @@ def test_documents_packed_in_several_rows_are_what_they_are_alone() -> None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4, 5, 6, 7]])
     packed = model(IDS, position_ids=positions, output_hidden_states=True)
     parts = [[IDS[:1, :4], IDS[:1, 4:]], [IDS[1:, :1], IDS[1:, 1:]]]
-    alone = torch.cat([torch.cat([model(part).logits for part in row], 1) for row in parts])
-    torch.testing.assert_close(packed.logits, alone, rtol=1e-4, atol=1e-4)
-    assert packed.hidden_states[1].shape == (2, 9, 32)
+    alone = [[model(part, output_hidden_states=True) for part in row] for row in parts]
+    logits = torch.cat([torch.cat([out.logits for out in row], 1) for row in alone])
+    torch.testing.assert_close(packed.logits, logits, rtol=1e-4, atol=1e-4)
+    assert len(packed.hidden_states) == len(alone[0][0].hidden_states)
+    for layer, states in enumerate(packed.hidden_states):
+        expected = torch.cat([torch.cat([out.hidden_states[layer] for out in row], 1) for row in alone])
+        torch.testing.assert_close(states, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_marks_of_documents_that_contradict_each_other_are_rejected() -> None:
