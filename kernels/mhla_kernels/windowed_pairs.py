@@ -100,11 +100,13 @@ def weigh_pairs(tokens: Sequence[Tensor], mixing: Tensor, near: Tensor) -> FarTo
 
 
 def attend_near(tokens: Sequence[Tensor], real: Tensor, near: Tensor, far: FarTokens) -> Tensor:
-    """Compute windowed attention, ``[B, N, H, V]``. The softmax part scores all token pairs and masks the far ones.
+    """Compute windowed attention, ``[B, N, H, V]``: softmax attention to near tokens, combined with given sums over far tokens.
+
+    All token pairs are scored, and the scores of far ones are masked.
 
     Args:
-        tokens: queries multiplied by the scale of the scores, keys and values, ``[B, N, H, ...]`` each. Further tensors
-            are ignored.
+        tokens: the queries (already multiplied by the scale of the scores), the keys, and the values, ``[B, N, H, ...]`` each.
+            Further tensors are ignored.
         real: mask of tokens that may be attended to, ``[B, N]`` bool.
         near: ``[N, N]`` bool, or broadcastable to it, True where a key (column) is near a query (row).
         far: sums over the far tokens of each query, which are added to those over the near tokens.

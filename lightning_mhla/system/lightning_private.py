@@ -26,7 +26,8 @@ def logger_connector(trainer: Trainer) -> Any:
 def loop_metrics(trainer: Trainer) -> dict[str, Any]:
     """Return the metrics that the running training or validation loop has logged so far, by name.
 
-    A metric that is logged both for each step and for the epoch is listed under its name only, without ``_step`` or ``_epoch``.
+    A metric that is logged both for each step and for the epoch is listed once, without ``_step`` or ``_epoch``: with its value
+    in the latest step or, once the epoch has ended, in the epoch.
     """
     metrics = logger_connector(trainer).metrics["callback"]
     forked = [name for name in metrics if name.endswith(("_step", "_epoch")) and name.rsplit("_", 1)[0] in metrics]

@@ -197,12 +197,12 @@ class ParallelParts(NamedTuple):
         return self._hide(torch.bmm(q, k.transpose(1, 2), out=products))
 
     def _weigh(self, products: Tensor, coefficients: Tensor, out: Tensor) -> Tensor:
-        """Multiply values of all token pairs by the mixing coefficients of their blocks.
+        """Multiply a number for each token pair, such as its query-key product, by the mixing coefficient of the pair's blocks.
 
         Results of pairs whose query must not attend to the key are zero.
 
         Args:
-            products: values of the pairs, ``[P, N, J]``, for P heads, counted over all rows of a part.
+            products: a number for each pair, ``[P, N, J]``, where P is the number of batch rows of the part times its heads.
             coefficients: mixing coefficient of each pair, ``[N, J]``, or ``[heads, N, J]`` for the heads of the part.
             out: tensor ``[P, N, J]`` that is overwritten and returned; may be ``products`` itself.
         """

@@ -207,8 +207,8 @@ class ClassShards(LabelledShards, ClassImages):
             flip: probability of mirroring a sample horizontally.
 
         Returns:
-            Data set of dicts with an ``image`` or a ``latent``, ``[C, H, W]`` float32, and the integers ``label`` and
-            ``index``.
+            Data set of dicts with an ``image``, with values in [-1, 1], or the ``latent`` of an image, ``[C, H, W]`` float32,
+            and the integers ``label`` and ``index``.
         """
         raise NotImplementedError
 

@@ -61,13 +61,13 @@ class CrossKind(NamedTuple):
 def make_cross_problem(kind: CrossKind, device: torch.device, query_blocks: int = 3) -> CrossArguments:
     """Create the arguments of a small cross-attention call with random tokens in two heads.
 
-    There are two key blocks, in each sequence if sequences are packed. If the block size of a side is at least 3, some of its
-    blocks have fewer tokens.
+    There are two key blocks; if sequences are packed, each sequence has two. If the block size of the queries (or of the keys)
+    is at least 3, some of their blocks contain fewer tokens than the block size.
 
     Args:
         kind: properties of the call.
         device: device of the tensors.
-        query_blocks: number of query blocks, in each sequence if sequences are packed.
+        query_blocks: number of query blocks, or of those of each sequence if sequences are packed.
     """
     rand = random_numbers(device)
     blocks = query_blocks, 2
