@@ -142,7 +142,7 @@ def replace_checkpoint_io(strategy: Strategy) -> None:
 
 
 def _explained(error: Exception, path: Path) -> OSError:
-    """Return an OSError with the path, the cause and the free disk space, for an error that occurred while writing a checkpoint."""
+    """Return an OSError with the path, cause and free disk space, for an error that occurred while writing a checkpoint."""
     # torch's zip writer raises a RuntimeError of its own for a full disk; the OSError behind it names the cause.
     behind = error.__cause__ or error.__context__
     cause = behind if isinstance(behind, OSError) and not isinstance(error, OSError) else error
