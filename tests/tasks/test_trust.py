@@ -152,7 +152,7 @@ def test_files_that_are_no_configuration(
 
 
 def test_a_device_is_no_configuration(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "does not exist" in failing(capsys, monkeypatch, "fit", "--config", os.devnull, *RUN)
+    assert "is not a regular file" in failing(capsys, monkeypatch, "fit", "--config", os.devnull, *RUN)
 
 
 @fuzz(25)
