@@ -264,8 +264,8 @@ def run(mutant: Mutant, recording: Recording, server: ForkServer) -> dict[str, A
             except AssertionError:
                 child.kill()
                 status, tail = 1, "the tests did not end"
-            # 2 to 4: the mutant breaks an import, so that nothing can be collected
-            outcome = PASSED if status == 0 else NOTICED if status in (1, 2, 4) else BROKEN
+            # 2 and 4: the mutant breaks an import, so that nothing can be collected; below 0: it crashes the process
+            outcome = PASSED if status == 0 else NOTICED if status in (1, 2, 4) or status < 0 else BROKEN
             tail = "\n".join((copy / "output").read_text(errors="replace").strip().splitlines()[-3:])
     result = {**asdict(mutant), "area": mutant.area, "outcome": outcome, "tests": len(tests), "tail": tail}
     PLACE.mkdir(parents=True, exist_ok=True)
