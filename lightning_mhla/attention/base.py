@@ -189,8 +189,8 @@ class Attention(AttentionKind):
             rotary: rotary angles of the tokens, in the order of ``x``; None to compute them from positions counted from 0.
                 Layers for images that have their own projections ignore this argument and compute the angles from row and
                 column. Layers without rotary embedding ignore it too.
-            cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N. Only for causal
-                attention. None for one sequence in each row.
+            cu_seqlens: index of the first token of each sequence packed into the row (B = 1), followed by N. Only for a 1-D
+                layout without prefix tokens, ``lepe`` and ``key_weighting``. None for one sequence in each row.
             projections: projections of another module, if the layer has none of its own; None to use the layer's own.
             share: part of each sequence that this process holds, if sequences are distributed over processes. Only for causal
                 attention. None for complete sequences.
@@ -350,6 +350,12 @@ class Attention(AttentionKind):
                 "a layout for one call needs tokens in raster order, not block_ordered=True; call fit instead"
             )
         tokens, present = x.shape[1] if share is None else share.tokens, self.layout if layout is None else layout
+        mixes_tokens = self.lepe is not None or self.config.key_weighting
+        if cu_seqlens is not None and (mixes_tokens or len(present.grid) > 1 or present.prefix_tokens):
+            raise ValueError(
+                "cu_seqlens packs sequences into a row, and lepe, key_weighting, prefix tokens and grids of images would mix "
+                "them; pad the rows instead, with key_mask"
+            )
         if not self.causal and tokens != present.num_tokens:
             raise ValueError(f"{tokens} tokens for a layout of {present.num_tokens} ({present})")
         # `max_tokens` is the limit of the layer's own layout, and does not apply to the layout of one call.

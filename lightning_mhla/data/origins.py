@@ -391,6 +391,11 @@ def _read(shards: ShardSet) -> tuple[dict[str, Any], list[dict[str, Any]]] | Non
 
 
 def _parse(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert a line of the record to a dict as :func:`_record` returns it.
+
+    Raises:
+        ValueError, TypeError, KeyError or OverflowError: if the line is not valid.
+    """
     files = [[int(size), int(changed), str(digest)] for size, changed, digest in row["files"]]
     return {"name": str(row["name"]), "note": str(row["note"]), "files": files}
 

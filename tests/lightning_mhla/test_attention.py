@@ -855,6 +855,33 @@ def test_softmax_refuses_bounds_that_are_not_those_of_the_row(bounds: list[int])
         layer(torch.randn(2, 8, 16), cu_seqlens=torch.tensor([0, 3, 8]))
 
 
+@pytest.mark.parametrize(("settings", "layout"), [
+    (AttentionConfig(lepe=3), BlockLayout((8,), (1,))),
+    (AttentionConfig(kind="softmax", lepe=3), BlockLayout((8,), (1,))),
+    (AttentionConfig(kind="gla", lepe=3), BlockLayout((8,), (1,))),
+    (AttentionConfig(kind="linear", key_weighting=True), BlockLayout((8,), (1,))),
+    (AttentionConfig(kind="rala"), BlockLayout((8,), (1,))),
+    (AttentionConfig(kind="linear"), BlockLayout((2, 4), (1, 2))),
+    (AttentionConfig(kind="softmax"), BlockLayout((7,), (1,), prefix_tokens=1)),
+])  # fmt: skip
+def test_sequences_that_would_read_each_other_are_not_packed(settings: AttentionConfig, layout: BlockLayout) -> None:
+    layer = build_attention(settings, 16, 2, layout)
+    with pytest.raises(
+        ValueError, match="cu_seqlens packs sequences into a row, and lepe, key_weighting, prefix tokens"
+    ):
+        layer(torch.randn(1, 8, 16), cu_seqlens=torch.tensor([0, 4, 8]))
+
+
+@pytest.mark.parametrize("kind", ["mhla", "linear", "softmax", "gla", "gated_deltanet", "mamba2"])
+def test_packed_sequences_of_bidirectional_layers_do_not_read_each_other(kind: str) -> None:
+    layer = build_attention(AttentionConfig(kind=kind), 16, 2, BlockLayout((8,), (1,)))
+    x, y = torch.randn(1, 8, 16), torch.randn(1, 8, 16)
+    y[:, :4] = x[:, :4]
+    packed, other = (layer(tokens, cu_seqlens=torch.tensor([0, 4, 8])) for tokens in (x, y))
+    assert torch.equal(packed[:, :4], other[:, :4])
+    assert not torch.allclose(packed[:, 4:], other[:, 4:])
+
+
 def test_windows_of_all_tokens_do_not_take_packed_sequences() -> None:
     config = AttentionConfig(kind="mhla_window", block_size=4, feature_map="learned")
     layer = build_attention(config, 16, 2, BlockLayout((8,), block_size=4))
