@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -286,6 +287,14 @@ def test_a_run_that_fails_ends_the_other_ones(tmp_path: Path) -> None:
     assert "error: no data" in done.stderr
     with pytest.raises(ProcessLookupError):
         os.kill(int(os.readlink(tmp_path / "other")), 0)
+
+
+@pytest.mark.parametrize("name", paper.STUDIES)
+def test_every_study_is_sent_to_another_process(name: str) -> None:
+    """With --jobs, studies whose section was a local function ended in a traceback before the first run."""
+    study = paper.STUDIES[name]
+    arrived = pickle.loads(pickle.dumps(study))
+    assert (arrived.name, arrived.variants, arrived.options) == (study.name, study.variants, study.options)
 
 
 def test_what_others_start_from_is_trained_before_them(tmp_path: Path) -> None:

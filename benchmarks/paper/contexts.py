@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -190,7 +191,7 @@ STUDIES = (
         "configs/language/stdlib.yaml",
         rate_variants({kind: attention(**KINDS[kind]) for kind in RATES}, RATES, rate_options),
         measure_rate,
-        rate_section("bits_per_byte", 3, 1, RATES),
+        partial(rate_section, metric="bits_per_byte", digits=3, factor=1, rates=RATES),
         OPTIONS,
         setting=(
             "The models of the section above train for 300 steps of 2 x 2,048 tokens. The table shows held-out bits per "

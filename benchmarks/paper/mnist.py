@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -187,22 +188,20 @@ def draw_epochs(rows: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def epochs_section(name: str, data: str, shown: Sequence[int]) -> Callable[[list[Row], Path], str]:
-    """Return a function that formats the accuracy of each variant after some epochs as Markdown, and draws it by epoch.
+def epochs_section(rows: list[Row], folder: Path, *, name: str, data: str, shown: Sequence[int]) -> str:
+    """Return the accuracy of each variant after some epochs as Markdown, and draw it by epoch.
 
     Args:
+        rows: results of the runs.
+        folder: folder of the results page and its pictures.
         name: name of the study, which is part of the name of the picture.
         data: description of the held-out data, for the text of the picture.
         shown: epochs in the table, counted from 1.
     """
-
-    def section(rows: list[Row], folder: Path) -> str:
-        path = f"pictures/results-{name}.png"
-        draw_epochs(rows, folder / path)
-        picture = f"![Held-out accuracy on {data} by epoch.]({path})"
-        return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n{picture}"
-
-    return section
+    path = f"pictures/results-{name}.png"
+    draw_epochs(rows, folder / path)
+    picture = f"![Held-out accuracy on {data} by epoch.]({path})"
+    return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n{picture}"
 
 
 LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
@@ -260,7 +259,7 @@ STUDIES = (
         CONFIG,
         rate_variants({kind: [*KINDS[kind], *attention(lepe=0)] for kind in RATES}, RATES, peak_rate),
         measure,
-        rate_section("accuracy", 1, 100, RATES),
+        partial(rate_section, metric="accuracy", digits=1, factor=100, rates=RATES),
         setting=(
             "The models without `lepe` train for 6 epochs. The table shows held-out accuracy in percent by learning rate. The "
             "next section uses the best rate of each kind, with `lepe` too."
@@ -280,7 +279,7 @@ STUDIES = (
             ],
         },
         measure_long,
-        epochs_section("mnist-long", "MNIST", SHOWN_EPOCHS),
+        partial(epochs_section, name="mnist-long", data="MNIST", shown=SHOWN_EPOCHS),
         (f"--trainer.max_epochs={LONG_EPOCHS}",),
         setting=(
             f"The same data and models, each with its best learning rate, trained for {LONG_EPOCHS} epochs, "

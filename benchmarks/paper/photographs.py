@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from mhla_tasks.classification import ImageClassifier
@@ -70,7 +71,7 @@ STUDIES = (
         CONFIG,
         rate_variants(KINDS, RATES, peak_rate),
         measure,
-        rate_section("accuracy", 1, 100, RATES),
+        partial(rate_section, metric="accuracy", digits=1, factor=100, rates=RATES),
         OPTIONS,
         setting=(
             "`lightning bench photo_pieces --out runs/pieces` cuts 27 photographs, desktop backgrounds of Debian packages, "
@@ -89,7 +90,7 @@ STUDIES = (
         CONFIG,
         {kind: [*KINDS[kind], *peak_rate(BEST[kind])] for kind in RATES},
         measure,
-        epochs_section("photographs", "pieces of photographs", SHOWN_EPOCHS),
+        partial(epochs_section, name="photographs", data="pieces of photographs", shown=SHOWN_EPOCHS),
         OPTIONS,
         setting="The models above, each with its best learning rate and three seeds.",
         reading=(

@@ -29,24 +29,22 @@ def rate_variants(
 
 
 def rate_section(
-    metric: str, digits: int, factor: float, rates: Mapping[str, Sequence[float]]
-) -> Callable[[list[Row], Path], str]:
-    """Return a function that formats a metric by kind and learning rate as a Markdown table.
+    rows: list[Row], _: Path, *, metric: str, digits: int, factor: float, rates: Mapping[str, Sequence[float]]
+) -> str:
+    """Return a metric by kind of attention and learning rate as a Markdown table.
 
     Args:
+        rows: results of the runs.
+        _: folder of the results page.
         metric: name of the metric in each row.
         digits: number of digits after the decimal point.
         factor: factor by which the metric is multiplied.
         rates: learning rates by the name of the kind.
     """
-
-    def section(rows: list[Row], _: Path) -> str:
-        scores = {name: [row[metric] for row in runs] for name, runs in by_variant(rows).items()}
-        columns = sorted({rate for tried in rates.values() for rate in tried})
-        lines = [
-            [f"`{kind}`", *(spread(scores.get(f"{kind}, {rate}", []), digits, factor) for rate in columns)]
-            for kind in rates
-        ]
-        return f"{markdown(['attention', *(f'{rate:g}' for rate in columns)], lines)}\n\n{conditions(rows)}"
-
-    return section
+    scores = {name: [row[metric] for row in runs] for name, runs in by_variant(rows).items()}
+    columns = sorted({rate for tried in rates.values() for rate in tried})
+    lines = [
+        [f"`{kind}`", *(spread(scores.get(f"{kind}, {rate}", []), digits, factor) for rate in columns)]
+        for kind in rates
+    ]
+    return f"{markdown(['attention', *(f'{rate:g}' for rate in columns)], lines)}\n\n{conditions(rows)}"
