@@ -127,8 +127,8 @@ def tabulate(groups: Sequence[Group], columns: Sequence[str] | None = None) -> T
         elif name in figures:
             filled.append((Column(name, "number"), [figures[name](group) for group in groups]))
         else:
-            available = ", ".join([*recorded, *best]) or "none"
-            raise ValueError(f"no run recorded the metric {name}; the metrics are {available}")
+            available = ", ".join([*recorded, *best, *figures])
+            raise ValueError(f"no run recorded the metric {name}; the columns are {available}")
     notes = ["; ".join([*group.notes, *_early(group, [c for c in columns if c in recorded])]) for group in groups]
     filled += [(Column("notes", "note"), [Cell(note) for note in notes])] if any(notes) else []
     rows = [list(row) for row in zip(*(cells for _, cells in filled), strict=True)]
