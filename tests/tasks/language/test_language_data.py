@@ -99,6 +99,19 @@ def test_a_cache_that_is_cut_off_is_made_again(
         assert tokens.tolist() == again.tokens[stage].tolist()
 
 
+def test_a_changed_file_of_the_same_length_is_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "module.py"
+    monkeypatch.setattr(stdlib, "stdlib_files", lambda: [*stdlib_files()[:30], source])
+    written = []
+    for word in ("river", "stone"):
+        source.write_text(f"# {word}\n")
+        stdlib.load_stdlib.cache_clear()
+        text = stdlib.load_stdlib(300, tmp_path / "cache")
+        tokens = np.concatenate([text.tokens["train"], text.tokens["validate"]])
+        written.append(f"# {word}\n" in text.tokenizer.decode(tokens))
+    assert written == [True, True]
+
+
 def test_tokens_of_a_vocabulary_with_gaps(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
