@@ -125,7 +125,7 @@ def compare(parser: ArgumentParser) -> Run:
         "--metrics",
         nargs="+",
         metavar="NAME",
-        help="metrics to show, in this order; also steps, time, parameters (default: all)",
+        help="metrics to show, in this order; also 'best NAME', steps, time, parameters (default: all)",
     )
 
     def run(args: Namespace) -> None:
