@@ -168,40 +168,43 @@ def epochs_table(rows: list[Row], shown: Sequence[int]) -> str:
 
 
 def draw_epochs(rows: list[Row], path: Path) -> None:
-    """Plot the accuracy of each run by epoch.
+    """Plot the accuracy of each run by epoch. Variants that differ only in ``lepe`` share a color.
 
     Args:
         rows: results of the runs.
         path: path of the picture.
     """
+    rows_by_variant = by_variant(rows)
+    names = list(dict.fromkeys(name.removesuffix(", lepe") for name in rows_by_variant))
     figure = Figure(figsize=(7.5, 3.6), layout="constrained")
     axis = figure.subplots()
-    for number, (name, runs) in enumerate(by_variant(rows).items()):
+    for name, runs in rows_by_variant.items():
+        plain = name.removesuffix(", lepe")
+        color, line = f"C{names.index(plain)}", "-" if name == plain else "--"
         for index, row in enumerate(runs):
             percent = [100 * value for value in row["accuracy_by_epoch"]]
             label = None if index else name  # one entry of the legend for all seeds
-            axis.plot(range(1, len(percent) + 1), percent, color=f"C{number}", alpha=0.8, label=label)
+            axis.plot(range(1, len(percent) + 1), percent, line, color=color, alpha=0.8, label=label)
     axis.set_xlabel("epoch")
     axis.set_ylabel("held-out accuracy, %")
     axis.grid(alpha=0.3)
-    axis.legend(frameon=False)
+    figure.legend(loc="outside right upper", frameon=False)  # beside the curves
     figure.savefig(path, dpi=120)
 
 
-def epochs_section(rows: list[Row], folder: Path, *, name: str, data: str, shown: Sequence[int]) -> str:
+def epochs_section(rows: list[Row], folder: Path, *, name: str, caption: str, shown: Sequence[int]) -> str:
     """Return the accuracy of each variant after some epochs as Markdown, and draw it by epoch.
 
     Args:
         rows: results of the runs.
         folder: folder of the results page and its pictures.
         name: name of the study, which is part of the name of the picture.
-        data: description of the held-out data, for the text of the picture.
+        caption: caption of the picture.
         shown: epochs in the table, counted from 1.
     """
     path = f"pictures/results-{name}.png"
     draw_epochs(rows, folder / path)
-    picture = f"![Held-out accuracy on {data} by epoch.]({path})"
-    return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n{picture}"
+    return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n![{caption}]({path})"
 
 
 LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
@@ -279,7 +282,7 @@ STUDIES = (
             ],
         },
         measure_long,
-        partial(epochs_section, name="mnist-long", data="MNIST", shown=SHOWN_EPOCHS),
+        partial(epochs_section, name="mnist-long", caption="Held-out accuracy on MNIST by epoch.", shown=SHOWN_EPOCHS),
         (f"--trainer.max_epochs={LONG_EPOCHS}",),
         setting=(
             f"The same data and models, each with its best learning rate, trained for {LONG_EPOCHS} epochs, "

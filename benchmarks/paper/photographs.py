@@ -17,6 +17,7 @@ from lightning_mhla.training.loading import load_module
 PIECES = "runs/pieces"
 """Folder of the data, in the folder of the repository."""
 CONFIG = "configs/classification/folder.yaml"
+CAPTION = "Held-out accuracy on pieces of photographs by epoch."
 EPOCHS = 8
 SHOWN_EPOCHS = (2, 4, 6, EPOCHS)
 """Epochs whose held-out accuracy is in the table."""
@@ -93,7 +94,7 @@ STUDIES = (
         CONFIG,
         {kind: [*KINDS[kind], *peak_rate(BEST[kind])] for kind in RATES},
         measure,
-        partial(epochs_section, name="photographs", data="pieces of photographs", shown=SHOWN_EPOCHS),
+        partial(epochs_section, name="photographs", caption=CAPTION, shown=SHOWN_EPOCHS),
         OPTIONS,
         setting="The models above, each with its best learning rate and three seeds.",
         reading=(
