@@ -199,7 +199,7 @@ def test_a_study_trains_each_row_once_and_writes_its_part_of_the_page(
     assert len(trained) == runs_each * len(rows), "what is there is not trained again"
     page = (tmp_path / "docs/results.md").read_text()
     assert f"## {paper.STUDIES[study].title}" in page
-    assert f"Seeds {', '.join(map(str, seeds))};" in page
+    assert f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))};" in page
     for name in variants:
         assert f"| `{name}` |" in page
     assert ("±" in page) == (len(seeds) > 1)

@@ -17,10 +17,13 @@ from lightning_mhla.training.loading import load_module
 PIECES = "runs/pieces"
 """Folder of the data, in the folder of the repository."""
 CONFIG = "configs/classification/folder.yaml"
-CAPTION = "Held-out accuracy on pieces of photographs by epoch."
+CAPTION = (
+    "Held-out accuracy on pieces of photographs by epoch. Gated DeltaNet is ahead from the second epoch on, linear attention "
+    "and MHLA are level, and two of three runs of softmax end below all others."
+)
 EPOCHS = 8
-SHOWN_EPOCHS = (2, 4, 6, EPOCHS)
-"""Epochs whose held-out accuracy is in the table."""
+SHOWN_EPOCHS = (2, 4, 6)
+"""Epochs whose held-out accuracy is in the table, beside the last one."""
 
 RATES = {
     **dict.fromkeys(LONG_KINDS, (2e-3, 4e-3, 8e-3)),
@@ -82,8 +85,8 @@ STUDIES = (
             "into gray pieces of 64 x 64 pixels with equal mean and contrast: 4,320 for training and 1,080 from held-out "
             "regions. The models name the photograph that a piece comes from. They have the network of the sections above, "
             f"256 tokens of 4 x 4 pixels (N / Dk = 16), blocks of 4 tokens, `lepe`, and train for {EPOCHS} epochs with "
-            "random crops and mirroring. The table shows held-out accuracy in percent by learning rate. The next section "
-            "uses the best rate of each kind."
+            "random crops and mirroring. The table shows held-out accuracy in percent by learning rate. Linear attention and "
+            "MHLA were best at 8e-3, so they were trained at 1.6e-2 too. The next section uses the best rate of each kind."
         ),
         seeds=(0,),
         prepare=prepare,
@@ -96,12 +99,23 @@ STUDIES = (
         measure,
         partial(epochs_section, name="photographs", caption=CAPTION, shown=SHOWN_EPOCHS),
         OPTIONS,
-        setting="The models above, each with its best learning rate and three seeds.",
+        setting=(
+            "The models above, each with its best learning rate and three seeds. The rows of seed 0 are runs of the search, "
+            "which have the same options."
+        ),
         reading=(
             "**Predicted before the runs.** The order is that of MNIST, with smaller distances, because a texture is visible "
             "in a few neighboring patches: MHLA with coefficients per head, MHLA and Gated DeltaNet end within two points of "
             "each other at 65 to 75%, softmax three to eight points below them, and linear attention three more below softmax. "
-            "Guessing gives 4%."
+            "Guessing gives 4%.\n\n"
+            "**What the figures say.** Most of that was wrong. Gated DeltaNet is at least 12 points ahead of every other "
+            "kind, and each of its runs is ahead of each of theirs. Softmax is last. Linear attention is level with MHLA, with "
+            "or without coefficients per head: mixing the summaries of blocks adds nothing here. Only the distance between "
+            "MHLA and softmax, five points, is as predicted. All kinds learn less than predicted.\n\n"
+            "**What they do not say.** They do not say which part of Gated DeltaNet helps: it has a short convolution of "
+            "queries and keys, a gate and a decay, which the other kinds lack, and takes about twice the processor time. Nor "
+            "do they show where the kinds end: accuracy rises until the learning rate is almost zero, so more epochs would "
+            "give more. The learning rates were chosen with seed 0, which favors its rows."
         ),
         prepare=prepare,
     ),

@@ -278,4 +278,4 @@ def conditions(rows: Sequence[Row]) -> str:
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     hours = sum(row["seconds"] for row in rows) / 3600
     runs = f"{len(rows)} run{'s' * (len(rows) > 1)}"
-    return f"Seeds {', '.join(map(str, seeds))}; {runs}, {hours:.1f} processor hours; {where}; {when}."
+    return f"Seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}; {runs}, {hours:.1f} processor hours; {where}; {when}."
