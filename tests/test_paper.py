@@ -478,6 +478,9 @@ def test_the_readme_shows_the_committed_figures() -> None:
     assert len(accuracies) >= 4
     for name, accuracy in accuracies:
         assert accuracy == spread([row["accuracy"] for row in images[name]], 1, 100), name
+    pieces = by_variant(paper.STUDIES["photographs"].rows(paper.RESULTS))
+    means = ", ".join(f"{100 * np.mean([row['accuracy'] for row in pieces[name]]):.1f}" for name, _ in accuracies)
+    assert f"On pieces of photographs: {means}." in text
     longest = [
         json.loads((root / f"benchmarks/results/real-language/{name}-curve-5-60-and-480-steps.json").read_text())[
             "tuned"
