@@ -478,6 +478,8 @@ def test_the_readme_shows_the_committed_figures() -> None:
     assert len(accuracies) >= 4
     for name, accuracy in accuracies:
         assert accuracy == spread([row["accuracy"] for row in images[name]], 1, 100), name
+    (faster,) = by_variant(paper.STUDIES["mnist-rates"].rows(paper.RESULTS))["linear, 0.008"]
+    assert f"({100 * faster['accuracy']:.1f} at twice the rate)" in text
     pieces = by_variant(paper.STUDIES["photographs"].rows(paper.RESULTS))
     means = ", ".join(f"{100 * np.mean([row['accuracy'] for row in pieces[name]]):.1f}" for name, _ in accuracies)
     assert f"On pieces of photographs: {means}." in text
