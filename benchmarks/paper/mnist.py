@@ -255,8 +255,8 @@ STUDIES = (
             "**What they do not say.** They do not show that MHLA represents more than softmax: six epochs of 4,000 "
             "images compare what is learned quickly, and softmax learns slowly here at all four rates. Nor do they "
             "show that MHLA is the only way: Gated DeltaNet, which has its own short convolution, is level with `lepe` "
-            "and ahead without it, at about twice the processor time. The learning rate suits softmax, not every kind: at twice "
-            "the rate, linear attention without `lepe` reaches 66.7% with seed 0 (next section)."
+            "and ahead without it, at about twice the processor time. The learning rate suits softmax, not every kind: at "
+            "twice the rate, linear attention without `lepe` reaches 66.7% with seed 0 (next section)."
         ),
         printed=PRINTED,
         full=("configs/classification/deit_t_imagenet.yaml", "configs/classification/deit_s_imagenet.yaml"),
