@@ -207,6 +207,11 @@ def epochs_section(rows: list[Row], folder: Path, *, name: str, caption: str, sh
     return f"{epochs_table(rows, shown)}\n\n{conditions(rows)}\n\n![{caption}]({path})"
 
 
+LONG_CAPTION = (
+    "Held-out accuracy on MNIST by epoch. All kinds are flat in the end: softmax and linear attention lowest, MHLA above them, "
+    "and Gated DeltaNet highest."
+)
+
 LONG_KINDS = ("softmax", "linear", "mhla, per head", "mhla", "gated_deltanet")
 """Names of the kinds of attention in the study ``mnist-long``."""
 
@@ -292,7 +297,7 @@ STUDIES = (
             ],
         },
         measure_long,
-        partial(epochs_section, name="mnist-long", caption="Held-out accuracy on MNIST by epoch.", shown=SHOWN_EPOCHS),
+        partial(epochs_section, name="mnist-long", caption=LONG_CAPTION, shown=SHOWN_EPOCHS),
         (f"--trainer.max_epochs={LONG_EPOCHS}",),
         setting=(
             f"The same data and models, each with its best learning rate, trained for {LONG_EPOCHS} epochs, "
@@ -302,7 +307,12 @@ STUDIES = (
             "**Predicted before the runs.** Without `lepe`, softmax ends between 90 and 95%, linear attention at 85 to "
             "90%, MHLA at 95 to 96%, 96% with coefficients per head, and Gated DeltaNet at 97%: the distances of six "
             f"epochs shrink to a few points, and their order stays. {TWICE} epochs of softmax end within a point of "
-            f"{LONG_EPOCHS}."
+            f"{LONG_EPOCHS}.\n\n"
+            "**What the runs so far say.** Those without `lepe` and with seed 0 are done. All five are flat: none changes by "
+            "more than a point in the last six epochs. Softmax ends at 89.3%, linear attention at 90.5, MHLA at 93.4, 95.9 with "
+            "coefficients per head, and Gated DeltaNet at 96.7. So the lead of MHLA over softmax, 21 points after six epochs at "
+            "the best rates, shrinks to 4, and 26 to 7 with coefficients per head, but remains. Softmax and MHLA end below what "
+            "was predicted, by one and two points, and linear attention is ahead of softmax."
         ),
     ),
     Study(
