@@ -308,11 +308,11 @@ STUDIES = (
             "90%, MHLA at 95 to 96%, 96% with coefficients per head, and Gated DeltaNet at 97%: the distances of six "
             f"epochs shrink to a few points, and their order stays. {TWICE} epochs of softmax end within a point of "
             f"{LONG_EPOCHS}.\n\n"
-            "**What the runs so far say.** Those without `lepe` and with seed 0 are done. All five are flat: none changes by "
-            "more than a point in the last six epochs. Softmax ends at 89.3%, linear attention at 90.5, MHLA at 93.4, 95.9 with "
-            "coefficients per head, and Gated DeltaNet at 96.7. So the lead of MHLA over softmax, 21 points after six epochs at "
-            "the best rates, shrinks to 4, and 26 to 7 with coefficients per head, but remains. Softmax and MHLA end below what "
-            "was predicted, by one and two points, and linear attention is ahead of softmax."
+            "**What the runs so far say.** Those without `lepe` and with seed 0 are done. All five are flat: none changes "
+            "by more than a point in the last six epochs. Softmax ends at 89.3%, linear attention at 90.5, MHLA at 93.4, "
+            "95.9 with coefficients per head, and Gated DeltaNet at 96.7. So the lead of MHLA over softmax, 21 points after "
+            "six epochs at the best rates, shrinks to 4, and 26 to 7 with coefficients per head, but remains. Softmax and "
+            "MHLA end below what was predicted, by one and two points, and linear attention is ahead of softmax."
         ),
     ),
     Study(
