@@ -29,13 +29,13 @@ def rate_variants(
 
 
 def rate_section(
-    rows: list[Row], _: Path, *, metric: str, digits: int, factor: float, rates: Mapping[str, Sequence[float]]
+    rows: list[Row], folder: Path, *, metric: str, digits: int, factor: float, rates: Mapping[str, Sequence[float]]
 ) -> str:
     """Return a metric by kind of attention and learning rate as a Markdown table.
 
     Args:
         rows: results of the runs.
-        _: folder of the results page.
+        folder: folder of the results page.
         metric: name of the metric in each row.
         digits: number of digits after the decimal point.
         factor: factor by which the metric is multiplied.

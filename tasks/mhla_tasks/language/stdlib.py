@@ -81,8 +81,8 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
     if not files:
         raise FileNotFoundError(f"no .py files in {sysconfig.get_path('stdlib')}; choose another data set")
     texts = {path: path.read_text(encoding="utf-8", errors="replace") for path in files}
-    state = repr((vocab_size, sys.version, [(path.name, _digest(text)) for path, text in texts.items()]))
-    folder = (cache_dir or default_cache()) / f"stdlib-{_digest(state)[:16]}"
+    state = repr((vocab_size, sys.version, [(path.name, text) for path, text in texts.items()]))
+    folder = (cache_dir or default_cache()) / f"stdlib-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     if folder.is_dir():
         own_folder(folder, folder.parent)
         for file in folder.iterdir():
@@ -97,10 +97,6 @@ def load_stdlib(vocab_size: int, cache_dir: Path | None = None) -> StdlibText:
             remove(folder)
     _prepare(texts, vocab_size, folder)
     return _read(folder)
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _read(folder: Path) -> StdlibText:
