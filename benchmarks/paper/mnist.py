@@ -274,9 +274,9 @@ STUDIES = (
         measure,
         partial(rate_section, metric="accuracy", digits=1, factor=100, rates=RATES),
         setting=(
-            "The models without `lepe` train for 6 epochs. The table shows held-out accuracy in percent by learning rate. Linear "
-            "attention was best at 8e-3 and Gated DeltaNet at 2e-3, so one more rate was tried for each. The next section uses "
-            "the best rate of each kind, with `lepe` too."
+            "The models without `lepe` train for 6 epochs. The table shows held-out accuracy in percent by learning rate. "
+            "Linear attention was best at 8e-3 and Gated DeltaNet at 2e-3, so one more rate was tried for each. The next "
+            "section uses the best rate of each kind, with `lepe` too."
         ),
         reading=(
             "**What the figures say.** The best rate of linear attention is twice that of softmax, and the two are level at "
