@@ -132,7 +132,7 @@ def test_times_on_a_gpu_in_the_documentation_are_measured() -> None:
         assert softmax["tokens"] == int(tokens.replace(",", ""))
         assert measured.get("name", measured.get("shape")) == softmax["name"]
         assert ratios == ", ".join(f"{softmax[key] / measured[key]:.1f}" for key in ("forward_ms", "both_ms"))
-    assert len(table) == 7
+    assert len(table) == 8
 
 
 def test_the_operator_is_compared_with_its_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

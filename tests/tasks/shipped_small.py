@@ -126,7 +126,9 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
         model["sampling"]["steps"] = 3
         if "pretrained" in model:
             model["pretrained"] = str(start or model["pretrained"])
-        if data.get("train"):
+        if path.stem == "folder":
+            data |= {"train": f"{world}/images/train", "val": f"{world}/images/val"}
+        elif data.get("train"):
             model |= {"num_classes": 3, "sample_size": 8, "vae": f"{world}/vae"}
             data |= {"train": f"{world}/latents/train-*.tar", "val": f"{world}/latents/val-*.tar", "sample_size": 8}
     elif domain == "language":
@@ -154,14 +156,16 @@ def shrunk(path: Path, world: Path, start: Path | None = None) -> dict[str, Any]
             data["vocab_size"] = 300
     elif domain == "text_to_image":
         model["sampling"] |= {"steps": 2}
-        if data.get("train"):
+        if path.stem == "folder":
+            data |= {"train": f"{world}/pictures", "val": f"{world}/caption-shards/val-*.tar"}
+        elif data.get("train"):
             model |= {"transformer": sana.SHAPE, "pretrained": f"{world}/sana", "vae": f"{world}/sana"}
             model["text"] |= {"encoder": f"{world}/sana", "length": 16}
             model["attention"]["block_grid"] = [2, 2]
             model["sampling"] |= {"height": 16, "width": 16}
             data |= {"train": f"{world}/caption-latents/train-*.tar", "val": f"{world}/caption-latents/val-*.tar"}
             data["prompts"] = {"prompts": ["a red three"]}
-        else:
+        if path.stem == "folder" or not data.get("train"):
             model["transformer"] |= {"num_attention_heads": 2, "num_cross_attention_heads": 2, "cross_attention_dim": 32,
                                      "num_layers": 2}  # fmt: skip
             if "pretrained" in model:

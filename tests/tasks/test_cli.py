@@ -40,7 +40,8 @@ EXPERIMENTS = [path for path in CONFIGS if path not in (*OVERLAYS, *EVALUATIONS)
 
 def number_of_classes(path: Path) -> list[str]:
     """Return the option that an experiment needs if its classes are the folders of the user's photographs."""
-    return ["--model.init_args.num_classes=3"] if path == ROOT / "configs/classification/folder.yaml" else []
+    folders = [ROOT / "configs" / domain / "folder.yaml" for domain in ("classification", "diffusion")]
+    return ["--model.init_args.num_classes=3"] if path in folders else []
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
