@@ -121,7 +121,10 @@ def generation_rows() -> list[str]:
         int(context): (entry["original"]["seconds"], entry["linearized"]["seconds"])
         for context, entry in published["generation"].items()
     }
-    return [*rows, row(f"SmolLM2-135M, {replaced(published)}", published, "a token after this context", "tokens", pairs)]
+    return [
+        *rows,
+        row(f"SmolLM2-135M, {replaced(published)}", published, "a token after this context", "tokens", pairs),
+    ]
 
 
 def replaced(content: Mapping[str, Any]) -> str:
@@ -146,7 +149,13 @@ def published_rows() -> list[str]:
     return rows
 
 
-TABLES = {"training": training_rows, "gpu": gpu_rows, "layers": layer_rows, "generation": generation_rows, "published": published_rows}
+TABLES = {
+    "training": training_rows,
+    "gpu": gpu_rows,
+    "layers": layer_rows,
+    "generation": generation_rows,
+    "published": published_rows,
+}
 
 
 def with_tables(page: str) -> str:

@@ -29,7 +29,8 @@ CLASSES = "classes.json"
 MOST_CLASSES = 20
 """Maximum number of classes for which a confusion matrix is shown, and maximum number of rows in the table of accuracies."""
 MOST_PAIRS = 10
-"""Maximum number of confused pairs of classes that are listed if there are too many classes for a confusion matrix."""
+"""Maximum number of confused pairs of classes that are listed if there are too many classes for a confusion matrix, and maximum
+number of classes without samples that are named."""
 
 
 def class_section(folder: Path) -> str:
@@ -64,7 +65,7 @@ def class_section(folder: Path) -> str:
 
 
 def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    """Return an HTML table of up to 20 classes with the lowest accuracies, in ascending order.
+    """Return an HTML table of up to 20 classes with the lowest accuracies, in ascending order, the larger of equal ones first.
 
     ``names`` lists the class names by label. ``counts`` maps each true label to the number of samples by predicted label.
     """
@@ -77,13 +78,18 @@ def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -
         accuracy = row.get(label, 0) / total
         bar = f'<span class="rail"><span class="bar" style="width: {accuracy:.0%}"></span></span>'
         cells = f'<td class="n">{accuracy:.1%}</td><td>{bar}</td><td class="n">{total:,}</td><td>{mistaken}</td>'
-        rows.append((accuracy, f"<tr><td>{html.escape(names[label])}</td>{cells}</tr>"))
-    rows.sort(key=lambda row: row[0])
+        rows.append((accuracy, -total, label, f"<tr><td>{html.escape(names[label])}</td>{cells}</tr>"))
+    rows.sort()
     head = '<tr><th>class<th class="n">accuracy<th><th class="n">samples<th>taken for</tr>'
-    shown = "".join(row for _, row in rows[:MOST_CLASSES])
-    left_out = len(rows) - MOST_CLASSES
-    note = f'<p class="muted">{plural(left_out, "class", "classes")} with higher accuracy not shown.</p>'
-    table = f'<div class="scroll"><table>{head}{shown}</table></div>{note if left_out > 0 else ""}'
+    shown = "".join(row for *_, row in rows[:MOST_CLASSES])
+    notes = []
+    if (left_out := len(rows) - MOST_CLASSES) > 0:
+        notes.append(f"{plural(left_out, 'class', 'classes')} with an equal or higher accuracy not shown.")
+    if absent := [name for label, name in enumerate(names) if label not in counts]:
+        more = f" and {len(absent) - MOST_PAIRS:,} more" if len(absent) > MOST_PAIRS else ""
+        notes.append(f"Without validation samples: {', '.join(absent[:MOST_PAIRS])}{more}.")
+    note = f'<p class="muted">{html.escape(" ".join(notes))}</p>' if notes else ""
+    table = f'<div class="scroll"><table>{head}{shown}</table></div>{note}'
     return f"<h3>Accuracy by class, lowest first</h3>{table}"
 
 
@@ -127,7 +133,16 @@ def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str
         for count, label, predicted in pairs[:MOST_PAIRS]
     )
     head = '<tr><th>true class<th>predicted class<th class="n">samples</tr>'
-    return f'<h3>Most confused classes</h3><div class="scroll"><table>{head}{rows}</table></div>' if rows else ""
+    more = (
+        f" {plural(len(pairs) - MOST_PAIRS, 'pair')} with fewer or as many samples not shown."
+        if len(pairs) > MOST_PAIRS
+        else ""
+    )
+    note = (
+        f'<p class="muted">A confusion matrix is drawn for up to {MOST_CLASSES} classes, and these are {len(names):,}; '
+        f"{CLASSES} in the folder of the run has all pairs.{more}</p>"
+    )
+    return f'<h3>Most confused classes</h3><div class="scroll"><table>{head}{rows}</table></div>{note}' if rows else ""
 
 
 def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> str:

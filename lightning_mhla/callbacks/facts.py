@@ -166,12 +166,19 @@ def skipped_parts(
     return parts
 
 
+def never_validated(trainer: Trainer) -> list[str]:
+    """Return one sentence with the reason if a run never validates; an empty list otherwise."""
+    if trainer.enable_validation:
+        return []
+    reason = "limit_val_batches is 0" if trainer.limit_val_batches == 0 else "the data has no validation set"
+    return [f"No validation: {reason}."]
+
+
 def _skipped_validation(
     trainer: Trainer, points: Mapping[str, list[tuple[int, float]]], validated_step: int | None
 ) -> list[str]:
-    if not trainer.enable_validation:
-        reason = "limit_val_batches is 0" if trainer.limit_val_batches == 0 else "the data has no validation set"
-        return [f"No validation: {reason}."]
+    if parts := never_validated(trainer):
+        return parts
     last = max((values[-1][0] for values in points.values() if values), default=validated_step or 0)
     step = trainer.global_step
     logged_nothing = ["The validation logged no metrics."] if validated_step is not None and not points else []

@@ -121,7 +121,8 @@ def draw_matrices(weights: dict[str, Tensor], step: int, least: float = 1e-5) ->
     return figure, (
         f"Attention of one validation sample at step {step:,}, by layer. A row shows which earlier tokens (columns) a token "
         "reads. A bright diagonal means nearby tokens, a bright column a token that all later ones read, and an even row a "
-        "layer that averages over everything. Steps at block borders come from the mixing coefficients."
+        "layer that averages over everything. In layers of MHLA, steps at block borders come from "
+        "the mixing coefficients."
     )
 
 

@@ -70,7 +70,8 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
   .facts dd { margin-bottom: .35rem } .rail { width: 3.5rem }
   .wide img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) }
   th, td { padding-right: .5rem }
-  td:first-child:not(.n, [colspan]), td:last-child:not(.n) { min-width: 5rem; max-width: 9rem; overflow-wrap: anywhere }
+  table:not(.matrix) :is(td:first-child:not(.n, [colspan]), td:last-child:not(.n)) { min-width: 5rem; max-width: 9rem;
+    overflow-wrap: anywhere }
   .matrix td, .matrix th { padding: .1rem; min-width: 1.5rem; font-size: .85rem }
   .matrix tr > th:first-child { min-width: 4rem; max-width: 6rem; overflow-wrap: anywhere }
 }

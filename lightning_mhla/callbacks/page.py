@@ -147,7 +147,7 @@ def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Seq
         losses = points.get(LOSS)
         last = f"<p>The last {LOSS} is {rounded(losses[-1][1])} at step {losses[-1][0]:,}.</p>" if losses else ""
         curve = plot("", [Curve(LOSS, losses)]) if losses else ""
-        empty = "No validation" if record["finished"] else "No validation yet"
+        empty = "No validation" if record["finished"] or record.get("skipped") else "No validation yet"
         return f'<div class="main"><p class="score">{empty}</p>{last}{curve}</div>'
     step, value = record["metrics"][main][-1]
     best = record["best"]

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from rich.console import Console
 
 from lightning_mhla.callbacks.curves import LearningCurves
-from lightning_mhla.callbacks.facts import run_facts, skipped_parts
+from lightning_mhla.callbacks.facts import never_validated, run_facts, skipped_parts
 from lightning_mhla.callbacks.next_steps import NextStep, next_steps
 from lightning_mhla.callbacks.originals import RECORD, original_scores, pretrained_weights
 from lightning_mhla.callbacks.page import PAGE, write_page
@@ -172,7 +172,8 @@ class RunReport(Callback):
                 if callback.best_model_path and score is not None and float(score) == value:
                     best["file"] = os.path.relpath(callback.best_model_path, checkpoints)
         parameters = list(pl_module.parameters())
-        self._skipped = skipped_parts(trainer, metrics, self._validated_step) if finished else []
+        # Before its end, a run can still draw its pictures and validate, unless it never validates.
+        self._skipped = skipped_parts(trainer, metrics, self._validated_step) if finished else never_validated(trainer)
         record = {
             "finished": finished,
             "steps": trainer.global_step,

@@ -48,6 +48,7 @@ def files_named(folder: Path, name: str) -> list[Path]:
         elif name in names:
             paths.append(Path(parent, name))
         visited.add(real)
+        folders.sort()  # of several links to a folder, the first by name counts
     return sorted(paths)
 
 

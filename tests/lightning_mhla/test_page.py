@@ -309,6 +309,40 @@ def test_classes_are_shown_with_their_mistakes(tmp_path: Path) -> None:
     text = text_of(page_of(tmp_path, record()))
     assert "Most confused classes true class predicted class samples c1 c2 9 c0 c7 5" in text
     assert "Confusion matrix" not in text
+    assert (
+        "A confusion matrix is drawn for up to 20 classes, and these are 30; classes.json in the folder of the run"
+        in text
+    )
+    assert "not shown" not in text
+    assert "Without validation samples: c2, c4, c5, c6, c7, c8, c9, c10, c11, c12 and 17 more." in text
+
+
+def test_classes_without_samples_are_named_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "classes.json").write_text(results_of(["cat", "dog", "<b>fox"], [[0, 0, 1], [1, 0, 2]]))
+    assert "Without validation samples: <b>fox." in text_of(page_of(tmp_path, record()))
+
+
+@pytest.mark.parametrize(
+    ("right", "hidden", "first"),
+    [
+        (dict.fromkeys(range(25), 0), "5 classes with an equal or higher accuracy not shown.", "c24 0.0% 26"),
+        ({24: 1}, "5 classes with an equal or higher accuracy not shown.", "c23 0.0% 25"),
+        (dict.fromkeys(range(20), 0), "", "c19 0.0% 21"),
+    ],
+    ids=["all equal", "one better", "all shown"],
+)
+def test_of_equal_accuracies_those_of_most_samples_are_shown(
+    right: dict[int, int], hidden: str, first: str, tmp_path: Path
+) -> None:
+    count = 25 if hidden else 20
+    samples = [[label, (label + 1) % count, label + 2 - right.get(label, 0)] for label in range(count)]
+    samples += [[label, label, number] for label, number in right.items() if number]
+    (tmp_path / "classes.json").write_text(results_of([f"c{label}" for label in range(count)], samples))
+    text = text_of(page_of(tmp_path, record()))
+    assert f"samples taken for {first}" in text
+    assert hidden in text
+    assert ("accuracy not shown" in text) == bool(hidden)
+    assert (f"{count - 10} pairs with fewer or as many samples not shown." in text) == bool(hidden)
 
 
 @pytest.mark.parametrize(
@@ -362,10 +396,10 @@ def test_long_curves_are_thinned_without_changing_their_ends() -> None:
 
 
 def quick_trainer(logger: CSVLogger, *callbacks: Callback, **options: Any) -> Trainer:
-    """Build a trainer that validates one batch after each epoch and prints nothing."""
+    """Build a trainer that prints nothing and, unless the options say otherwise, validates one batch after each epoch."""
     return Trainer(
-        accelerator="cpu", limit_val_batches=1, num_sanity_val_steps=0, logger=logger, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=list(callbacks), **options,
+        accelerator="cpu", num_sanity_val_steps=0, logger=logger, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=list(callbacks), **{"limit_val_batches": 1, **options},
     )  # fmt: skip
 
 
@@ -665,6 +699,28 @@ def test_the_report_of_a_stopped_run_is_of_its_last_step(
     content = json.loads(file.read_text()) if file.exists() else {"steps": None}
     assert content["steps"] == (steps if written else 2 if steps == 3 else None)
     assert not content.get("finished")
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons", "heading"),
+    [
+        ({"limit_val_batches": 0}, ["No validation: limit_val_batches is 0."], "No validation"),
+        ({"check_val_every_n_epoch": 9}, [], "No validation yet"),
+        ({}, [], "No validation yet"),
+    ],
+    ids=["no batches", "later", "first epoch"],
+)
+def test_a_stopped_run_says_if_it_never_validates(
+    options: dict[str, Any], reasons: list[str], heading: str, tmp_path: Path
+) -> None:
+    trainer = quick_trainer(
+        CSVLogger(tmp_path), RunReport(), StopsAt(1, RunStopped()), max_epochs=3, limit_train_batches=2, **options
+    )
+    with pytest.raises(SystemExit):
+        trainer.fit(Measured(), Numbers(Source("x.tar")))
+    folder = Path(str(trainer.log_dir))
+    assert json.loads((folder / "run.json").read_text())["skipped"] == reasons
+    assert f'<p class="score">{heading}</p>' in (folder / "report.html").read_text()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0 s"), (59.4, "59 s"), (61, "1 min 01 s"), (3725, "1 h 02 min")])

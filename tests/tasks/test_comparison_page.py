@@ -122,6 +122,41 @@ def test_nothing_of_a_run_is_interpreted_and_foreign_scripts_are_forbidden(tmp_p
     assert not re.findall(r"(?:src|href)=\"?https?:", text), "no network"
 
 
+@pytest.mark.parametrize("direction", ["\u202e", "\u2066", "\u200f"])
+def test_characters_that_reverse_a_text_are_escaped(direction: str, tmp_path: Path) -> None:
+    for number, name in enumerate((f"{direction}evil", "b")):
+        save(
+            tmp_path / str(number), name, 0, 0.5 + number, metrics={f"val/{direction}x": [[1, 0.5], [2, 0.25 + number]]}
+        )
+    page = page_of(tmp_path)
+    assert direction not in (tmp_path / "compared.html").read_text()
+    assert f"kind=\\u{ord(direction):04x}evil" in page.text
+
+
+def test_secrets_are_not_in_the_titles_of_points(tmp_path: Path) -> None:
+    save(tmp_path / "a", "https://planteduser:planted@host/x", 0, 0.5)
+    save(tmp_path / "b", "b", 0, 0.25)
+    page = page_of(tmp_path)
+    assert "kind=https://***@host/x: 0.5 at step 200" in page.text
+    assert "planted" not in (tmp_path / "compared.html").read_text()
+
+
+def test_all_rows_that_share_the_best_value_are_named(tmp_path: Path) -> None:
+    for kind, value in {"a": 0.500001, "b": 0.25, "c": 0.500002}.items():
+        save(tmp_path / kind, kind, 0, value)
+    text = page_of(tmp_path).text
+    assert "Best val/accuracy ↑:  1 kind=a with 0.5,  3 kind=c with 0.5; next:  2 kind=b with 0.25." in text
+
+
+def test_keys_break_after_their_parts(tmp_path: Path) -> None:
+    for kind in "ab":
+        save(tmp_path / kind, kind, 0, 0.5)
+        options = {"seed_everything": 0, "model": {"init_args": {"some_option": kind}}}
+        (tmp_path / kind / "config.yaml").write_text(yaml.safe_dump(options))
+    page_of(tmp_path)
+    assert "<td class=name>model.<wbr>some_<wbr>option<td" in (tmp_path / "compared.html").read_text()
+
+
 def test_pictures_stand_side_by_side_at_their_last_step(tmp_path: Path) -> None:
     for kind, shade in (("a", 10), ("b", 20)):
         save(tmp_path / kind, kind, 0, 0.5 if kind == "a" else 0.75)
@@ -250,7 +285,7 @@ def test_one_run_without_curves_and_options_makes_a_page(tmp_path: Path) -> None
     page = page_of(tmp_path)
     assert "There is one run, so there is nothing to compare it with." in page.text
     assert "No metric has more than one value." in page.text
-    assert "options unknown, there is no config.yaml" in page.text
+    assert "options unknown, config.yaml is missing or empty" in page.text
 
 
 def test_numbers_of_options_are_sorted_as_numbers(tmp_path: Path) -> None:

@@ -81,6 +81,15 @@ def test_linked_folders_are_runs_too(tmp_path: Path) -> None:
     assert unrecorded([tmp_path / "runs"]) == [tmp_path / "runs/unfinished"]
 
 
+def test_of_several_links_to_a_run_the_first_by_name_is_shown(tmp_path: Path) -> None:
+    save_run(tmp_path / "elsewhere/run")
+    links = tmp_path / "links"
+    links.mkdir()
+    for name in ("c", "a", "b"):
+        (links / name).symlink_to(tmp_path / "elsewhere/run")
+    assert [one.folder.name for one in read_runs([links])] == ["a"]
+
+
 def test_numbers_in_the_names_of_folders_are_sorted_as_numbers(tmp_path: Path) -> None:
     names = ["lr=1e-05", "lr=0.0003", "lr=0.001", "lr=0.002", "lr=0.25", "lr=0.5", "lr=9", "lr=10"]
     for name in sorted(names):
@@ -101,7 +110,7 @@ def test_an_empty_configuration_says_nothing_about_options(options: str, tmp_pat
     save_run(tmp_path / "a", options)
     save_run(tmp_path / "b", "model: {x: 1}\nseed_everything: 0\n")
     groups = group_runs(read_runs([tmp_path]))
-    assert groups[0].notes == ("options unknown, there is no config.yaml",)
+    assert groups[0].notes == ("options unknown, config.yaml is missing or empty",)
     assert differences([run for group in groups for run in group.runs]) == []
 
 
@@ -147,18 +156,11 @@ def test_cosines_near_one_are_not_rounded_to_one() -> None:
 
 
 def test_a_mean_that_is_equal_when_rounded_like_the_best_one_is_best_too() -> None:
-    wide, narrow = (0.65, 1.22), (0.9340, 0.9340)
-    runs = [scored(kind, seed, x) for kind, xs in {"a": wide, "b": narrow}.items() for seed, x in enumerate(xs)]
-    table = tabulate(group_runs(runs), ["val/accuracy"])
-    assert [str(row[-1]) for row in table.rows] == ["0.94 ± 0.40", "0.934 ± 0"]
-    assert [row[-1].best for row in table.rows] == [True, False]
-    runs = [scored("a", seed, x) for seed, x in enumerate((0.65, 1.2198))] + [
-        scored("b", 0, 0.9340),
-        scored("b", 1, 0.934),
-    ]
-    table = tabulate(group_runs(runs), ["val/accuracy"])
-    assert [str(row[-1]) for row in table.rows] == ["0.93 ± 0.40", "0.934 ± 0"]
-    assert [row[-1].best for row in table.rows] == [True, True]
+    for high, wanted in ((1.22, ["0.94 ± 0.40"]), (1.2198, ["0.93 ± 0.40", "0.934 ± 0"])):
+        values = {"a": (0.65, high), "b": (0.9340, 0.9340), "c": (0.2, 0.2)}
+        runs = [scored(kind, seed, value) for kind, pair in values.items() for seed, value in enumerate(pair)]
+        table = tabulate(group_runs(runs), ["val/accuracy"])
+        assert [str(row[-1]) for row in table.rows if row[-1].best] == wanted
 
 
 def test_a_metric_that_is_asked_for_twice_is_one_column() -> None:
@@ -217,7 +219,7 @@ def test_runs_that_are_not_comparable_are_not_averaged() -> None:
     ]  # fmt: skip
     assert [row["notes"] for row in rows] == [
         "", "not finished", "600 steps, the longest run 1,200", "repeats a seed",
-        "options unknown, there is no config.yaml", "options unknown, there is no config.yaml",
+        "options unknown, config.yaml is missing or empty", "options unknown, config.yaml is missing or empty",
     ]  # fmt: skip
     table = tabulate(groups)
     best = [row[[column.name for column in table.columns].index("val/accuracy")].best for row in table.rows]
@@ -325,7 +327,12 @@ def test_the_mode_of_the_checkpoints_decides_and_two_modes_do_not() -> None:
 
 
 def test_equal_values_and_single_rows_have_no_best() -> None:
-    for runs in ([scored("a", 0, 0.5), scored("b", 0, 0.5)], [scored("a", 0, 0.5)], [run("a", best={})]):
+    nearly = [scored("a", 0, 0.500001), scored("b", 0, 0.500002)]
+    means = [
+        scored(kind, seed, 0.5 + seed / 10 + tiny) for kind, tiny in {"a": 0, "b": 1e-9}.items() for seed in (0, 1)
+    ]
+    equal = [scored("a", 0, 0.5), scored("b", 0, 0.5)]
+    for runs in (equal, nearly, means, [*nearly, scored("c", 0, 0.9, finished=False)], equal[:1], [run("a", best={})]):
         assert not any(cell.best for row in tabulate(group_runs(runs)).rows for cell in row)
     table = tabulate(group_runs([scored("a", 0, 0.500001), scored("b", 0, 0.500002), scored("c", 0, 0.4)]))
     assert [row[2].best for row in table.rows] == [True, True, False], "they are rounded to the same text"
@@ -382,7 +389,7 @@ def test_rows_keep_their_folders_where_options_do_not_tell_them_apart() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["\\input{x}", "a & b", "50% $x$ #1", "~^<>|\"", "[2ex] x", "*", "-5", "line\nbreak\x1b[31m", "\\\\[3cm]", "{", "}", "ü ±↑"],
+    ["\\input{x}", "a & b", "50% $x$ #1", "~^<>|\"", "[2ex] x", "*", "-5", "line\nbreak\x1b[31m", "\\\\[3cm]", "{", "}", "ü ±↑", "it's `x`"],
 )  # fmt: skip
 def test_no_text_breaks_a_latex_table(text: str) -> None:
     """Rows have the same number of cells, and nothing of a value is a command, a group or a comment."""
@@ -393,10 +400,16 @@ def test_no_text_breaks_a_latex_table(text: str) -> None:
     for row in rows:
         inside = row.removesuffix(" \\\\")
         assert not inside.startswith(("[", "*")), "an argument of the line before"
-        printed = re.sub(r"\\text(backslash|asciitilde|asciicircum|less|greater|bar|quotedbl)\{\}", "", inside)
+        printed = re.sub(
+            r"\\text(backslash|asciitilde|asciicircum|less|greater|bar|quotedbl|quotesingle|asciigrave)\{\}", "", inside
+        )
         printed = re.sub(r"\$\\(pm|uparrow|downarrow)\$|\$-\$|\\textbf\{([\d.,]*)\}|^\{\}", "", printed)
         assert len(re.findall(r"(?<!\\)&", printed)) == 5
-        assert not re.search(r"(?<!\\)[%$#_{}]|[~^<>|\"\x00-\x1f]|\\(?![&%$#_{}])", printed), printed
+        assert not re.search(r"(?<!\\)[%$#_{}]|[~^<>|\"'`\x00-\x1f]|\\(?![&%$#_{}])", printed), printed
+
+
+def test_hyphens_stay_hyphens_in_latex() -> None:
+    assert [formats.latex_text(text) for text in ("a-b", "--x", "a---b")] == ["a-b", "-{}-x", "a-{}--b"]
 
 
 def test_formulas_of_a_spreadsheet_are_texts() -> None:
@@ -526,6 +539,9 @@ def test_what_makes_runs_hard_to_compare_is_said() -> None:
     assert remarks(group_runs([scored("a", 0, 0.5), scored("a", 1, 0.6)])) == [
         "All runs differ only in their seed, so there is one row."
     ]
+    unknown = group_runs([scored("a", 0, 0.5), scored("b", 0, 0.5), run("c")])
+    assert remarks(unknown)[0].startswith("Each row is a single run"), "an unknown seed is not a different seed"
+    assert remarks(group_runs([scored("a", 0, 0.5), scored("b", 1, 0.5)]))[0] == "The rows do not have the same seeds."
     other = run("b", {"x": 2}, versions={"torch": "2.15"}, metrics={"val/samples": [[1200, 11]]})
     assert remarks(group_runs([run("a", {"x": 1}), other])) == [
         "Each row is a single run, so the numbers do not say how much they depend on the seed.",
@@ -538,6 +554,20 @@ def test_one_run_and_equal_folders_are_named_in_full() -> None:
     for runs in ([run("some/where")], [run("some/where"), run("some/where")]):
         assert {row["run"] for row in compared(*runs)} == {"some/where"}
     assert folder_names([run("some/where"), run("some")]) == ["where", "."]
+
+
+@pytest.mark.parametrize(
+    ("folders", "names"),
+    [
+        (["r/a/logs/version_0", "r/b/logs/version_0"], ["a", "b"]),
+        (["r/a/version_0", "r/a/version_1"], ["version_0", "version_1"]),
+        (["r/a/version_0", "r/b/version_1", "r/c/version_0"], ["a/version_0", "b/version_1", "c/version_0"]),
+        (["r/version_0", "r/a/version_0"], ["version_0", "a/version_0"]),
+        (["r/a/x/version_0", "r/b/x/version_0", "s/a/x/version_0"], ["r/a", "r/b", "s/a"]),
+    ],
+)
+def test_folders_that_end_alike_are_named_by_what_differs(folders: list[str], names: list[str]) -> None:
+    assert folder_names([run(folder) for folder in folders]) == names
 
 
 def test_options_of_lists_of_classes_are_named_by_class() -> None:
@@ -556,7 +586,9 @@ def test_options_of_lists_of_classes_are_named_by_class() -> None:
 
 def test_labels_name_what_differs() -> None:
     runs = [run("a", {"x": 1, "y": "t"}), run("b", {"x": [2], "y": "t"}), run("c", {"y": "t"})]
-    assert [group.label for group in group_runs(runs)] == ["x=1", "x=[2]", "x="]
+    assert [group.label for group in group_runs(runs)] == ["x=1", "x=[2]", "no x"]
+    runs = [run("a", {"x": 1, "y": "t"}), run("b", {"x": 1}), run("c", {"x": 2, "y": None}), run("d", {})]
+    assert [group.label for group in group_runs(runs)] == ["x=1, y=t", "x=1", "x=2", "d"]
     assert [group.label for group in group_runs(runs[:1])] == ["a"]
 
 
@@ -630,6 +662,10 @@ def test_runs_of_a_sweep_have_its_order(tmp_path: Path) -> None:
         ({"metrics": None}, "it has no metrics or no seconds"),
         ({"seconds": True}, "it has no metrics or no seconds"),
         ({"steps": 1.5}, "steps is not a whole number"),
+        ({"steps": -3}, "steps is not a whole number"),
+        ({"parameters": 10**15}, "parameters is not a whole number"),
+        ({"seconds": -5}, "it has no metrics or no seconds"),
+        ({"seconds": 1e300}, "it has no metrics or no seconds"),
         ({"steps": 10**400}, "an entry is missing or has a wrong type"),
         ({"parameters": None}, "parameters is not a whole number"),
         ({"finished": "yes"}, "finished is neither true nor false"),

@@ -766,7 +766,7 @@ def test_runs_that_end_alike_and_odd_values_are_shown(tmp_path: Path, capsys: py
     assert header == ["run", "x", "val/loss ↓", "best val/loss ↓", "steps", "time", "parameters", "notes"]
     assert one[:4] == ["one", "[/data]", "0.5", "0.25"]
     assert three[:3] == ["three", "0.5", "1,200"], "chosen by a different metric"
-    assert three[-1] == "options unknown, there is no config.yaml"
+    assert three[-1] == "options unknown, config.yaml is missing or empty"
     assert two[:4] == ["two", "[true, false]", "0.5", "0.25"]
     assert lines[4:] == ["Each row is a single run, so the numbers do not say how much they depend on the seed."]
     assert flat({"trainer": {"callbacks": callbacks}}) == {

@@ -7,8 +7,8 @@ at which all of them have a value.
 from __future__ import annotations
 
 import textwrap
+import warnings
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,7 +17,9 @@ from lightning_mhla.callbacks.axes import FEWEST, Axis, label_width
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import rounded
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.groups import Group, all_metrics
+from mhla_tasks.tools.comparison.pictures import html_text
 
 Points = list[tuple[int, float]]
 
@@ -92,7 +94,7 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     if not names:
         raise ValueError("no metric of these runs changes, or none of those asked for, so there are no curves to draw")
     columns = min(len(names), 3)
-    labels = [textwrap.fill(without_controls(legend(group)), CHARACTERS * columns) for group in groups]
+    labels = [textwrap.fill(without_controls(harmless(legend(group))), CHARACTERS * columns) for group in groups]
     lines = sum(1 + label.count("\n") for label in labels)
     figure, axes = make_panels(len(names), columns, (4.6, 3.2), (0, 0.2 + 0.2 * lines))
     formats = figure.canvas.get_supported_filetypes()
@@ -124,7 +126,10 @@ def draw(groups: Sequence[Group], path: Path, metrics: Sequence[str] | None = No
     for text in key.get_texts():
         text.set_parse_math(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    with warnings.catch_warnings():
+        # The font draws a box for such a character; the web page and the table have the name in full.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        figure.savefig(path, dpi=120)
 
 
 def legend(group: Group) -> str:
@@ -151,9 +156,7 @@ def panel(metric: str, groups: Sequence[Group]) -> str:
     ticks_y = scale_y.ticks()
     left = label_width(ticks_y, LEFT)
     scale_x = Axis(0, max(steps), left, WIDTH - RIGHT, margin=0, whole=True)
-    parts = [
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(f"curves of {metric}", quote=True)}">'
-    ]
+    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html_text(f"curves of {metric}")}">']
     for value, label in ticks_y:
         y = scale_y(value)
         parts.append(f'<path class="grid" d="M{left} {y:.1f}H{WIDTH - RIGHT}"/>')
@@ -206,5 +209,5 @@ def _line(points: Points, scale_x: Axis, scale_y: Axis, name: str) -> str:
 
 def _marker(point: tuple[int, float], scale_x: Axis, scale_y: Axis, label: str) -> str:
     step, value = point
-    title = escape(f"{label}: {rounded(value)} at step {step:,}")
+    title = html_text(f"{label}: {rounded(value)} at step {step:,}")
     return f'<circle cx="{scale_x(step):.1f}" cy="{scale_y(value):.1f}" r="2.5"><title>{title}</title></circle>'

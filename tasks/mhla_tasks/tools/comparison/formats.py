@@ -22,7 +22,8 @@ from mhla_tasks.tools.markdown import escaped
 LATEX = {
     "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
-    '"': r"\textquotedbl{}", "±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$",
+    '"': r"\textquotedbl{}", "'": r"\textquotesingle{}",
+    "`": r"\textasciigrave{}", "±": r"$\pm$", "↓": r"$\downarrow$", "↑": r"$\uparrow$",
 }  # fmt: skip
 """Characters that LaTeX interprets, or that its standard fonts lack, each with the LaTeX code that prints it."""
 
@@ -141,4 +142,5 @@ def latex_text(text: str) -> str:
         sign, digits, exponent_sign, exponent = number.groups()
         power = "" if exponent is None else f"$\\cdot 10^{{{exponent_sign.replace('+', '')}{exponent}}}$"
         return ("$-$" if sign else "") + digits + power
-    return "".join(LATEX.get(sign, sign) for sign in line)
+    # LaTeX prints two hyphens as a dash.
+    return "".join(LATEX.get(sign, sign) for sign in line).replace("--", "-{}-")

@@ -44,6 +44,9 @@ HIGHER = {
 }
 """Words in the names of metrics for which lower (``LOWER``) or higher (``HIGHER``) values are better."""
 
+UNKNOWN = "?"
+"""Seed of a run whose configuration does not have one."""
+
 COUNTED = "val/samples"
 """Name under which the number of validation samples is recorded among the metrics."""
 
@@ -86,8 +89,8 @@ class Group:
 
     @property
     def seeds(self) -> list[str]:
-        """Seeds of the runs as strings; ``?`` for a run whose configuration does not have one."""
-        return [option_text(run.options.get(SEED)) or "?" for run in self.runs]
+        """Seeds of the runs as strings; ``UNKNOWN`` for a run whose configuration does not have one."""
+        return [option_text(run.options.get(SEED)) or UNKNOWN for run in self.runs]
 
     def final(self, metric: str) -> Summary:
         """Return the mean and standard deviation of the runs' last recorded values of a metric."""
@@ -151,11 +154,12 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for (_, repeat), group in members.items():
         run = group[0]
         name = common_name([folders[id(member)] for member in group])
-        values = [f"{short}={option_text(run.options.get(key))}" for key, short in names.items()] if run.options else []
+        options = {short: option_text(run.options.get(key)) for key, short in names.items()} if run.options else {}
+        values = [f"{short}={text}" for short, text in options.items() if text] or [f"no {short}" for short in options]
         notes = {
             "not finished": not run.record["finished"],
             f"{plural(run.record['steps'], 'step')}, the longest run {longest:,}": run.record["steps"] != longest,
-            f"options unknown, there is no {CONFIG}": not run.options,
+            f"options unknown, {CONFIG} is missing or empty": not run.options,
             "repeats a seed": repeat > 0,
         }
         label = ", ".join(values) or name
@@ -237,7 +241,7 @@ def remarks(groups: Sequence[Group]) -> list[str]:
         sentences.append("There is one run, so there is nothing to compare it with.")
     elif len(groups) == 1:
         sentences.append("All runs differ only in their seed, so there is one row.")
-    if len({tuple(sorted(group.seeds)) for group in groups}) > 1:
+    if len({tuple(sorted(group.seeds)) for group in groups if UNKNOWN not in group.seeds}) > 1:
         sentences.append("The rows do not have the same seeds.")
     elif len(groups) > 1 and all(len(group.runs) == 1 for group in groups):
         sentences.append("Each row is a single run, so the numbers do not say how much they depend on the seed.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
@@ -69,6 +70,7 @@ summary { cursor: pointer; margin: .5rem 0 } ul.remarks { margin: .6rem 0; paddi
   .side img { max-width: none; width: max(min(100%, var(--width)), calc(var(--width) / 2)) }
   th, td { padding-right: .6rem }
   .option, .run, tr > .name { min-width: 6rem; max-width: 9rem; white-space: normal; overflow-wrap: anywhere }
+  tr > .name { overflow-wrap: break-word; min-width: 8rem }
 }
 """
 COLORS = f"{color_rules(dark=False)}\n@media (prefers-color-scheme: dark) {{ {color_rules(dark=True)} }}\n"
@@ -171,7 +173,7 @@ def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missin
 
 
 def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
-    """Return HTML that names the two finished groups with the best values of a metric; empty if no best value is marked.
+    """Return HTML that names the groups with the best value of a metric, and the next one; empty if no best value is marked.
 
     The metric is that of the first column in which the table marks a best value.
 
@@ -181,19 +183,21 @@ def _winner(groups: Sequence[Group], table: Table, marks: Sequence[str]) -> str:
         marks: HTML for each group, with its color and number.
     """
     for index, column in enumerate(table.columns):
-        if any(row[index].best for row in table.rows):
-            finished = [number for number, group in enumerate(groups) if group.first.record["finished"]]
-            values = [(table.rows[number][index].value, number) for number in finished]
-            ranked = sorted(
-                ((value, number) for value, number in values if value is not None), reverse=column.better == "max"
-            )
-            texts = []
-            for _, number in ranked[:2]:
-                mark = marks[number] + "*" * bool(groups[number].notes)
-                texts.append(
-                    f"{mark} {html_text(groups[number].label)} with {html_text(str(table.rows[number][index]))}"
-                )
-            return f"<p>Best {html_text(column.title)}: {'; next: '.join(texts)}.</p>"
+        cells = [row[index] for row in table.rows]
+        best = [number for number, cell in enumerate(cells) if cell.best]
+        if not best:
+            continue
+        finished = [number for number, group in enumerate(groups) if group.first.record["finished"]]
+        others = [
+            (value, number) for number in finished if number not in best and (value := cells[number].value) is not None
+        ]
+        _, following = max(others) if column.better == "max" else min(others)
+        texts = {}
+        for number in (*best, following):
+            mark = marks[number] + "*" * bool(groups[number].notes)
+            texts[number] = f"{mark} {html_text(groups[number].label)} with {html_text(str(cells[number]))}"
+        first = ", ".join(texts[number] for number in best)
+        return f"<p>Best {html_text(column.title)}: {first}; next: {texts[following]}.</p>"
     return ""
 
 
@@ -274,6 +278,11 @@ def _curves(groups: Sequence[Group], marks: Sequence[str], metrics: Sequence[str
     return f'<h2>Curves</h2>{hint}<div class="keys">{"".join(keys)}</div><div class="plots">{"".join(figures)}</div>'
 
 
+def _breakable(key: str) -> str:
+    """Return HTML of a configuration key as options are written on the command line, which may break after its parts."""
+    return re.sub(r"([._])", r"\1<wbr>", html_text(key.replace(".init_args", "")))
+
+
 def _options(groups: Sequence[Group], marks: Sequence[str]) -> str:
     runs = [run for group in groups for run in group.runs]
     configured = [run for run in runs if run.options]
@@ -282,7 +291,7 @@ def _options(groups: Sequence[Group], marks: Sequence[str]) -> str:
     for key in differing:
         values = [option_text(group.first.options.get(key)) if group.first.options else "unknown" for group in groups]
         rows.append(
-            f"<tr><td class=name>{html_text(key)}{''.join(f'<td class=option>{html_text(value)}' for value in values)}</tr>"
+            f"<tr><td class=name>{_breakable(key)}{''.join(f'<td class=option>{html_text(value)}' for value in values)}</tr>"
         )
     heads = "".join(f"<th>{mark}" for mark in marks)
     table = f'<div class="scroll"><table><thead><tr><th>option{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'

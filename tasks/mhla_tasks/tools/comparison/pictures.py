@@ -12,6 +12,7 @@ from lightning_mhla.callbacks.stored_pictures import StoredPicture, newest_pictu
 from lightning_mhla.system.figures import DARK
 from lightning_mhla.system.listing import shown, without_controls
 from lightning_mhla.system.redaction import redact
+from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.groups import Group
 
 LARGEST, LARGEST_PAGE = 8 << 20, 96 << 20
@@ -123,6 +124,7 @@ def html_text(text: str, lines: bool = False) -> str:
 
     Args:
         text: any text.
-        lines: whether to keep line breaks and control characters; otherwise they become escapes such as ``\\n``.
+        lines: whether to keep line breaks and all other characters; otherwise those that are not printable, such as characters
+            that change the direction of writing, become escapes such as ``\\n``.
     """
-    return escape(redact(text) if lines else without_controls(redact(text)))
+    return escape(redact(text) if lines else without_controls(harmless(text)))

@@ -32,6 +32,9 @@ PLACES = re.compile(r"run_dir|ckpt_path|trainer\.default_root_dir|trainer\.logge
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
 """Number in the name of a folder, such as 0.001 or 1e-05."""
 
+MOST = 10**15
+"""Number of steps, parameters or seconds above which a record is broken."""
+
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
 
@@ -182,10 +185,10 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
         _BrokenRecordError: if an entry is missing or has a wrong type.
         KeyError: if the best metric has no name.
     """
-    if not isinstance(record.get("metrics"), dict) or not _is_number(record.get("seconds")):
+    if not isinstance(record.get("metrics"), dict) or not _is_count(record.get("seconds")):
         raise _BrokenRecordError("it has no metrics or no seconds")
     for name in ("steps", "parameters"):
-        if not _is_number(record.get(name)) or record[name] != int(record[name]):
+        if not _is_count(record.get(name)) or record[name] != int(record[name]):
             raise _BrokenRecordError(f"{name} is not a whole number")
     if not isinstance(record.get("finished"), bool):
         raise _BrokenRecordError("finished is neither true nor false")
@@ -209,6 +212,11 @@ def _is_point(point: Any) -> bool:
     if not isinstance(point, list) or len(point) != 2 or not _is_number(point[0]):
         return False
     return point[1] is None or (isinstance(point[1], int | float) and not isinstance(point[1], bool))
+
+
+def _is_count(value: Any) -> bool:
+    """Return whether a value is a number of steps, parameters or seconds: not negative, and of a size that a run can have."""
+    return _is_number(value) and 0 <= value < MOST
 
 
 def _is_number(value: Any) -> bool:
@@ -314,11 +322,16 @@ def short_names(keys: Sequence[str]) -> dict[str, str]:
 def folder_names(runs: Sequence[Run]) -> list[str]:
     """Return the path of each run's folder, relative to the deepest folder that contains all runs.
 
-    The path of a single run is returned unchanged.
+    Last folders that all paths share, such as ``version_0``, are left out. The path of a single run is returned unchanged.
     """
     paths = [str(run.folder) for run in runs]
-    common = os.path.commonpath([os.path.abspath(path) for path in paths]) if len(set(paths)) > 1 else ""
-    return [os.path.relpath(path, common) if common else path for path in paths]
+    if len(set(paths)) == 1:
+        return paths
+    common = os.path.commonpath([os.path.abspath(path) for path in paths])
+    parts = [Path(os.path.relpath(path, common)).parts for path in paths]
+    while min(map(len, parts)) > 1 and len({names[-1] for names in parts}) == 1:
+        parts = [names[:-1] for names in parts]
+    return [str(Path(*names)) for names in parts]
 
 
 def as_json(runs: Sequence[Run], metrics: Sequence[str] | None = None) -> list[dict[str, Any]]:

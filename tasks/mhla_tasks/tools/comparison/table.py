@@ -173,7 +173,7 @@ FIGURES: dict[str, Callable[[Group], Cell]] = {
 def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Group], column: Column) -> list[Cell]:
     """Return the cells of a metric, in which the best value and all values that round to the same number are marked.
 
-    Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values are equal.
+    Unfinished runs cannot be the best. No cell is marked if there is only one value, or if all values round to the same number.
 
     Args:
         metric: name of the metric.
@@ -188,7 +188,7 @@ def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Gr
         for cell, competes in zip(cells, competing, strict=True)
         if competes and cell.value is not None
     }
-    if column.better is None or len(texts) < 2:
+    if column.better is None or not texts:
         return cells
     value = min(texts) if column.better == "min" else max(texts)
     best = texts[value]
@@ -201,7 +201,10 @@ def _metric_cells(metric: str, summaries: Sequence[Summary], groups: Sequence[Gr
             return False
         return best in (cell.text, texts.get(cell.value)) or (has_spread and format(cell.value, places) == best)
 
-    return [replace(cell, best=competes and is_best(cell)) for cell, competes in zip(cells, competing, strict=True)]
+    marks = [competes and is_best(cell) for cell, competes in zip(cells, competing, strict=True)]
+    if sum(marks) == sum(competes and cell.value is not None for cell, competes in zip(cells, competing, strict=True)):
+        return cells
+    return [replace(cell, best=mark) for cell, mark in zip(cells, marks, strict=True)]
 
 
 def _metric_cell(metric: str, summary: Summary) -> Cell:
