@@ -154,8 +154,8 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     for (_, repeat), group in members.items():
         run = group[0]
         name = common_name([folders[id(member)] for member in group])
-        options = {short: option_text(run.options.get(key)) for key, short in names.items()} if run.options else {}
-        values = [f"{short}={text}" for short, text in options.items() if text] or [f"no {short}" for short in options]
+        texts = {short: option_text(run.options.get(key)) for key, short in names.items()} if run.options else {}
+        values = [f"{short}={text}" for short, text in texts.items() if text] or [f"no {short}" for short in texts]
         notes = {
             "not finished": not run.record["finished"],
             f"{plural(run.record['steps'], 'step')}, the longest run {longest:,}": run.record["steps"] != longest,
