@@ -32,9 +32,6 @@ PLACES = re.compile(r"run_dir|ckpt_path|trainer\.default_root_dir|trainer\.logge
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
 """Number in the name of a folder, such as 0.001 or 1e-05."""
 
-MOST = 10**15
-"""Number of steps, parameters or seconds above which a record is broken."""
-
 SEED = "seed_everything"
 """Configuration key of the seed. Runs that differ only in its value are averaged."""
 
@@ -197,8 +194,7 @@ def _checked(record: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(points, list) or not all(map(_is_point, points)):
             raise _BrokenRecordError(f"the points of {shown(metric)} are not steps with values")
         metrics[metric] = [[int(step), _finite(value)] for step, value in sorted(points, key=lambda point: point[0])]
-    best = record.get("best") or {}
-    if best:
+    if best := record.get("best") or {}:
         if not isinstance(best["metric"], str):
             raise _BrokenRecordError("the metric of best is not a name")
         if not isinstance(best.get("mode"), str | None):
@@ -215,8 +211,7 @@ def _is_point(point: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether a value is a number of steps, parameters or seconds: not negative, and of a size that a run can have."""
-    return _is_number(value) and 0 <= value < MOST
+    return _is_number(value) and 0 <= value < 1e15  # no run has as many steps, parameters or seconds
 
 
 def _is_number(value: Any) -> bool:
