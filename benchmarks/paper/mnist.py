@@ -257,7 +257,7 @@ STUDIES = (
             "frozen and exponential coefficients stay near linear attention. Rank does not explain that, since their "
             "attention matrices have about the rank of MHLA's, and those of retention and GLA have nearly full rank.\n\n"
             "**What they do not say.** They do not show that MHLA represents more than softmax: six epochs of 4,000 "
-            "images compare what is learned quickly, and softmax learns slowly here at all four rates. Nor do they "
+            "images compare what is learned quickly, and softmax learns slowly here at all three rates. Nor do they "
             "show that MHLA is the only way: Gated DeltaNet, which has its own short convolution, is level with `lepe` "
             "and ahead without it, at more than twice the processor time. The learning rate suits softmax, not every kind: at "
             "twice the rate, linear attention without `lepe` reaches 66.7% with seed 0 (next section)."

@@ -8,6 +8,7 @@ import json
 import math
 import re
 import statistics
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -617,6 +618,13 @@ def test_the_picture_has_a_line_for_each_run_and_the_mean(tmp_path: Path, monkey
     assert not any(text.get_parse_math() for text in legend.get_texts())
     with pytest.raises(ValueError, match="no metric of these runs changes"):
         curves.draw(group_runs([run("a", metrics={}), run("b", metrics={"val/loss": [[1, None], [2, 3.0]]})]), path)
+
+
+def test_characters_that_the_font_lacks_print_no_warning(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        curves.draw(group_runs([scored("日本", 0, 0.5), scored("b", 0, 0.6)]), tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
 def test_plain_data_hold_everything() -> None:
