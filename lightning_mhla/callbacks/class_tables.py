@@ -6,14 +6,13 @@ callbacks for other classifiers may write it too.
 
 from __future__ import annotations
 
-import html
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_mhla.system.listing import without_controls
+from lightning_mhla.callbacks.markup import html_text
 from lightning_mhla.system.numbers import plural
 from lightning_mhla.system.untrusted import read_json
 
@@ -74,11 +73,11 @@ def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -
         total = sum(row.values())
         wrong = {predicted: count for predicted, count in row.items() if predicted != label}
         most = max(wrong, key=lambda predicted: wrong[predicted], default=None)
-        mistaken = "" if most is None else f"{html.escape(names[most])} ({wrong[most]:,})"
+        mistaken = "" if most is None else f"{html_text(names[most])} ({wrong[most]:,})"
         accuracy = row.get(label, 0) / total
         bar = f'<span class="rail"><span class="bar" style="width: {accuracy:.0%}"></span></span>'
         cells = f'<td class="n">{accuracy:.1%}</td><td>{bar}</td><td class="n">{total:,}</td><td>{mistaken}</td>'
-        rows.append((accuracy, -total, label, f"<tr><td>{html.escape(names[label])}</td>{cells}</tr>"))
+        rows.append((accuracy, -total, label, f"<tr><td>{html_text(names[label])}</td>{cells}</tr>"))
     rows.sort()
     head = '<tr><th>class<th class="n">accuracy<th><th class="n">samples<th>taken for</tr>'
     shown = "".join(row for *_, row in rows[:MOST_CLASSES])
@@ -88,19 +87,19 @@ def _accuracies(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -
     if absent := [name for label, name in enumerate(names) if label not in counts]:
         more = f" and {len(absent) - MOST_PAIRS:,} more" if len(absent) > MOST_PAIRS else ""
         notes.append(f"Without validation samples: {', '.join(absent[:MOST_PAIRS])}{more}.")
-    note = f'<p class="muted">{html.escape(" ".join(notes))}</p>' if notes else ""
+    note = f'<p class="muted">{html_text(" ".join(notes))}</p>' if notes else ""
     table = f'<div class="scroll"><table>{head}{shown}</table></div>{note}'
     return f"<h3>Accuracy by class, lowest first</h3>{table}"
 
 
 def _matrix(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}" for name in names)
+    head = "".join(f"<th>{html_text(name)}" for name in names)
     rows = []
     for label, name in enumerate(names):
         row = counts.get(label, {})
         total = sum(row.values()) or 1
         cells = "".join(_cell(row.get(predicted, 0), total) for predicted in range(len(names)))
-        rows.append(f"<tr><th>{html.escape(name)}</th>{cells}</tr>")
+        rows.append(f"<tr><th>{html_text(name)}</th>{cells}</tr>")
     caption = (
         "Rows are the true classes, columns the predicted ones; a color is the share of a row. Look for colored cells off the "
         "diagonal: they are pairs of classes that the model confuses. If both cells of a pair are colored, the model cannot "
@@ -129,7 +128,7 @@ def _pairs(names: Sequence[str], counts: Mapping[int, Mapping[int, int]]) -> str
     ]
     pairs.sort(key=lambda pair: (-pair[0], pair[1], pair[2]))
     rows = "".join(
-        f'<tr><td>{html.escape(names[label])}</td><td>{html.escape(names[predicted])}</td><td class="n">{count:,}</td></tr>'
+        f'<tr><td>{html_text(names[label])}</td><td>{html_text(names[predicted])}</td><td class="n">{count:,}</td></tr>'
         for count, label, predicted in pairs[:MOST_PAIRS]
     )
     head = '<tr><th>true class<th>predicted class<th class="n">samples</tr>'
@@ -152,13 +151,13 @@ def _mistakes(names: Sequence[str], mistakes: Sequence[Mapping[str, Any]]) -> st
         # The text goes into an attribute of the page without escaping.
         if not re.fullmatch(r"[A-Za-z0-9+/]+=*", data):
             raise ValueError("a picture is not base64")
-        label, predicted = html.escape(names[mistake["label"]]), html.escape(names[mistake["predicted"]])
+        label, predicted = html_text(names[mistake["label"]]), html_text(names[mistake["predicted"]])
         text = (
             f"<b>{label}</b> taken for <b>{predicted}</b><br>{predicted}: {_share(mistake['probability'])}<br>"
             f"{label}: {_share(mistake['label_probability'])}"
         )
         if name := mistake.get("name"):  # runs of earlier versions have none
-            text += f'<br><span class="muted">{html.escape(without_controls(str(name)))}</span>'
+            text += f'<br><span class="muted">{html_text(str(name))}</span>'
         image = f'<img alt="{label} taken for {predicted}" src="data:image/png;base64,{data}">'
         figures.append(f"<figure>{image}<figcaption>{text}</figcaption></figure>")
     if not figures:

@@ -1,7 +1,7 @@
 """Building blocks of the web pages that report on runs: style, document, figures and plots.
 
 A page is one file without scripts. It loads nothing from elsewhere: pictures are embedded, and curves are drawn as SVG. All
-functions escape their text arguments, except the argument ``body`` of :func:`document`, which is HTML.
+functions escape their text arguments by :func:`html_text`, except the argument ``body`` of :func:`document`, which is HTML.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import NamedTuple
 
 from lightning_mhla.callbacks.axes import Axis, label_width
 from lightning_mhla.callbacks.stored_pictures import StoredPicture
+from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import rounded
+from lightning_mhla.system.redaction import redact
 
 STYLE = """
 :root { color-scheme: light dark; --page: #fff; --ink: #1f2328; --soft: #59636e; --line: #d1d9e0; --panel: #f6f8fa;
@@ -79,6 +81,26 @@ svg .frame { stroke: var(--line) } svg .reference { stroke: var(--ink); stroke-d
 """Style sheet of all pages, for light and dark screens and for phones."""
 
 
+DIRECTIONS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
+"""Characters that change the direction of writing (Unicode Standard Annex 9, table of explicit formatting characters)."""
+
+
+def html_text(text: str, lines: bool = False) -> str:
+    r"""Remove the secrets of a text, and escape it for HTML.
+
+    Args:
+        text: any text, such as a name that comes from a run.
+        lines: whether to keep all characters, as in a ``<pre>`` element; otherwise line breaks, control characters, and
+            characters that change the direction of writing, by which a name could look like another one, become escapes such as
+            ``\n`` and ``\u202e``.
+    """
+    text = redact(text)
+    if not lines:
+        text = without_controls(text)
+        text = "".join(sign.encode("unicode_escape").decode() if sign in DIRECTIONS else sign for sign in text)
+    return html.escape(text)
+
+
 def document(title: str, body: str) -> str:
     """Return a complete HTML document.
 
@@ -88,9 +110,7 @@ def document(title: str, body: str) -> str:
         title: title of the browser window, as text.
         body: HTML of the page.
     """
-    head = (
-        f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html.escape(title)}</title>'
-    )
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{html_text(title)}</title>'
     page = f"<!doctype html>\n<html lang=en>{head}<style>{STYLE}</style>\n<body>\n{body}\n</body></html>\n"
     return page.encode("utf-8", "backslashreplace").decode()
 
@@ -115,7 +135,7 @@ def picture(caption: str, stored: StoredPicture) -> str:
         caption: text of the caption.
         stored: picture to embed.
     """
-    text = html.escape(caption)
+    text = html_text(caption)
     image = f'<img alt="{text}" src="{embedded(stored.kind, stored.content)}">'
     if stored.dark is not None:
         source = f'<source media="(prefers-color-scheme: dark)" srcset="{embedded(stored.kind, stored.dark)}">'
@@ -184,8 +204,8 @@ def plot(title: str, curves: Sequence[Curve], reference: tuple[str, float] | Non
         if len(places) <= 12:  # few points, perhaps a single one, would be hard to see as a line
             lines += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}"/>' for x, y in places]
     legend = _legend(curves, reference)
-    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(title)}">{"".join(lines)}</svg>'
-    heading = f"<h3>{html.escape(title)}</h3>" if title else ""
+    drawing = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html_text(title)}">{"".join(lines)}</svg>'
+    heading = f"<h3>{html_text(title)}</h3>" if title else ""
     return f"<figure>{heading}{drawing}{f'<figcaption>{legend}</figcaption>' if legend else ''}</figure>"
 
 
@@ -193,12 +213,12 @@ def _legend(curves: Sequence[Curve], reference: tuple[str, float] | None) -> str
     if len(curves) == 1 and reference is None:
         return ""
     entries = [
-        f'<span class="key" style="background: var(--series{index % 4})"></span>{html.escape(curve.name)}'
+        f'<span class="key" style="background: var(--series{index % 4})"></span>{html_text(curve.name)}'
         for index, curve in enumerate(curves)
     ]
     if reference:
         key = '<span class="key" style="border-top: 2px dashed var(--ink)"></span>'
-        entries.append(f"{key}{html.escape(reference[0])} {rounded(reference[1])}")
+        entries.append(f"{key}{html_text(reference[0])} {rounded(reference[1])}")
     return "".join(entries)
 
 

@@ -6,7 +6,6 @@ class, curves, pictures and the configuration follow. Everything that comes from
 
 from __future__ import annotations
 
-import html
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_mhla.callbacks.class_tables import class_section
-from lightning_mhla.callbacks.markup import Curve, document, picture, plot
+from lightning_mhla.callbacks.markup import Curve, document, html_text, picture, plot
 from lightning_mhla.callbacks.next_steps import next_steps
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import LARGEST, MATCHING, finite_points, panels_of, separate_stages
@@ -58,7 +57,7 @@ def write_page(
     state = "finished" if record["finished"] else "not finished"
     main = _main_metric(record)
     parts = [
-        f'<h1>{html.escape(title)} <span class="badge">{state}</span></h1>',
+        f'<h1>{html_text(title)} <span class="badge">{state}</span></h1>',
         f'<div class="top">{_facts(record)}{_score(record, main, points)}{_next(folder, checkpoints, record)}</div>',
         _skipped(record),
         *sample_sections(folder),
@@ -68,7 +67,7 @@ def write_page(
         _metrics(record),
         _pictures(folder, "Attention", drawn=False),
         _configuration(folder / "config.yaml"),
-        f"<h2>Versions</h2><p>{html.escape(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
+        f"<h2>Versions</h2><p>{html_text(', '.join(f'{name} {value}' for name, value in record['versions'].items()))}</p>",
     ]
     write_whole(folder / PAGE, document(title, "\n".join(part for part in parts if part)))
 
@@ -92,7 +91,7 @@ def _facts(record: Mapping[str, Any]) -> str:
         "Time": f"{plural(steps, 'step')} in {duration(seconds)}{speed}",
         "Hardware": ", ".join(filter(None, (record.get("hardware", ""), processes, precision))),
     }
-    rows = [f"<dt>{name}</dt><dd>{html.escape(text)}</dd>" for name, text in facts.items() if text]
+    rows = [f"<dt>{name}</dt><dd>{html_text(text)}</dd>" for name, text in facts.items() if text]
     return f'<dl class="facts">{"".join(rows)}</dl>'
 
 
@@ -159,7 +158,7 @@ def _score(record: Mapping[str, Any], main: str | None, points: Mapping[str, Seq
             "the best so far" if is_last else f"best {metric_text(main, best['value'])} at step {best['step']:,}"
         )
         notes.append(f"{better} is better")
-    text = f'<p class="score">{metric_text(main, value)}</p><p><b>{html.escape(main)}</b>, {"; ".join(notes)}</p>'
+    text = f'<p class="score">{metric_text(main, value)}</p><p><b>{html_text(main)}</b>, {"; ".join(notes)}</p>'
     curve = plot("", [Curve(main, points[main])], _original(record, main)) if points.get(main) else ""
     return f'<div class="main">{text}{curve}</div>'
 
@@ -170,7 +169,7 @@ def _original(record: Mapping[str, Any], metric: str) -> tuple[str, float] | Non
 
 
 def _skipped(record: Mapping[str, Any]) -> str:
-    parts = "".join(f"<li>{html.escape(part)}</li>" for part in record.get("skipped", ()))
+    parts = "".join(f"<li>{html_text(part)}</li>" for part in record.get("skipped", ()))
     return f'<div class="note"><b>This run skipped:</b><ul>{parts}</ul></div>' if parts else ""
 
 
@@ -179,9 +178,7 @@ def _next(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
     if not steps:
         return ""
     title = "Use it" if record["finished"] else "Resume"
-    lines = [
-        f'<p>{html.escape(step.purpose)}:</p><pre class="command">{_command(step.command)}</pre>' for step in steps
-    ]
+    lines = [f'<p>{html_text(step.purpose)}:</p><pre class="command">{_command(step.command)}</pre>' for step in steps]
     return f'<div class="next"><h2>{title}</h2>{"".join(lines)}{_weights(folder, checkpoints, record)}</div>'
 
 
@@ -198,22 +195,22 @@ def _weights(folder: Path, checkpoints: Path, record: Mapping[str, Any]) -> str:
         is_inside = not file.startswith(os.pardir)
         file = file if is_inside else os.path.abspath(checkpoints / best["file"])
         text += (
-            f" The best {html.escape(best['metric'])} is that of step {best['step']:,}: for these weights, name "
-            f"<code>{html.escape(file)}</code>{' in the folder of the run' if is_inside else ''}."
+            f" The best {html_text(best['metric'])} is that of step {best['step']:,}: for these weights, name "
+            f"<code>{html_text(file)}</code>{' in the folder of the run' if is_inside else ''}."
         )
     return f"<p>{text}</p>"
 
 
 def _command(text: str) -> str:
     """Return a command as HTML in which lines break only at the spaces of the command."""
-    return " ".join(f"<span>{html.escape(argument)}</span>" for argument in text.split(" "))
+    return " ".join(f"<span>{html_text(argument)}</span>" for argument in text.split(" "))
 
 
 def _classes(folder: Path) -> str:
     try:
         return class_section(folder)
     except ValueError as error:  # a broken file must not end a run
-        return f'<div class="note">{html.escape(str(error))}</div>'
+        return f'<div class="note">{html_text(str(error))}</div>'
 
 
 def _curves(record: Mapping[str, Any], points: Mapping[str, Sequence[tuple[int, float]]], main: str | None) -> str:
@@ -244,7 +241,7 @@ def _metrics(record: Mapping[str, Any]) -> str:
             f"{metric_text(name, best['value'])} at step {best['step']:,}" if best and best["metric"] == name else ""
         )
         cells = f'<td class="n">{metric_text(name, value)}</td><td class="n">{step:,}</td><td>{chosen}</td>'
-        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+        rows.append(f"<tr><td>{html_text(name)}</td>{cells}</tr>")
     head = '<tr><th>metric<th class="n">last<th class="n">step<th>best</tr>'
     return f'<h2>Metrics</h2><div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 
@@ -265,7 +262,7 @@ def _pictures(folder: Path, title: str, drawn: bool) -> str:
 def _figure(path: Path) -> str:
     stored = read_picture(path)
     if stored is None:
-        return f'<div class="note">{html.escape(path.name)} is not a picture that can be read</div>'
+        return f'<div class="note">{html_text(path.name)} is not a picture that can be read</div>'
     step, name = step_of(path), re.sub(r"-?step\d+", "", path.stem)
     caption = stored.description or (f"{name}, step {step:,}" if step >= 0 else name)
     return picture(caption, stored)
@@ -275,5 +272,5 @@ def _configuration(path: Path) -> str:
     if not path.exists():
         return ""
     # Beside a run that was started in Python, the file may be the user's own, with secrets.
-    text = html.escape(redact(path.read_text("utf-8", "replace"))[-LONGEST:])
-    return f"<h2>Configuration</h2><details><summary>{html.escape(path.name)}</summary><pre>{text}</pre></details>"
+    text = html_text(redact(path.read_text("utf-8", "replace"))[-LONGEST:], lines=True)
+    return f"<h2>Configuration</h2><details><summary>{html_text(path.name)}</summary><pre>{text}</pre></details>"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_mhla.callbacks.markup import html_text
 from lightning_mhla.system.numbers import plural
 
 LONGEST = 20_000
@@ -39,9 +39,9 @@ def sample_sections(folder: Path) -> list[str]:
         if not blocks:
             continue
         (title, texts), *older = reversed(blocks)
-        parts = [f"<h2>Samples, {html.escape(title)}</h2>", *_listed(texts)]
+        parts = [f"<h2>Samples, {html_text(title)}</h2>", *_listed(texts)]
         if older:
-            folded = "".join(f"<h3>{html.escape(name)}</h3>{''.join(_listed(block))}" for name, block in older)
+            folded = "".join(f"<h3>{html_text(name)}</h3>{''.join(_listed(block))}" for name, block in older)
             summary = plural(len(older), "earlier step")
             parts.append(f"<details><summary>{summary}</summary>{folded}</details>")
         sections.append("".join(parts))
@@ -59,7 +59,7 @@ def _newest(page: str) -> str:
 
 
 def _listed(texts: Sequence[str]) -> list[str]:
-    return [f'<pre class="sample">{html.escape(text)}</pre>' for text in texts]
+    return [f'<pre class="sample">{html_text(text, lines=True)}</pre>' for text in texts]
 
 
 def _sample_blocks(page: str) -> list[tuple[str, list[str]]]:

@@ -358,6 +358,38 @@ def test_broken_results_by_class_do_not_end_a_run(tmp_path: Path, content: str) 
     assert "Versions" in text_of(page)
 
 
+@pytest.mark.parametrize("sign", ["\u202e", "\u2067", "\u061c", "\u200f", "\u2028", "\x1b"])
+def test_no_name_of_a_run_reverses_or_breaks_its_text(sign: str, tmp_path: Path) -> None:
+    run = tmp_path / f"a{sign}run"
+    run.mkdir()
+    results = results_of([f"cat{sign}dog", "b"], [[0, 0, 2], [0, 1, 1], [1, 1, 3]], name=f"{sign}.png")
+    (run / "classes.json").write_text(results)
+    content = record(
+        metrics={f"val/{sign}x": [[1, 0.5], [2, 0.25]]}, best={}, data_options={"train": f"{sign}gpj"},
+        skipped=[f"{sign}skip"],
+    )  # fmt: skip
+    page = page_of(run, content)
+    assert sign not in page
+    escape = sign.encode("unicode_escape").decode()
+    for text in (
+        f"a{escape}run",
+        f"cat{escape}dog",
+        f"{escape}.png",
+        f"val/{escape}x",
+        f"{escape}gpj",
+        f"{escape}skip",
+    ):
+        assert text in page
+
+
+def test_letters_and_spaces_of_any_language_stay_as_they_are(tmp_path: Path) -> None:
+    names = ["\u9ed1\u3000\u732b", "chien\xa0noir", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"]
+    (tmp_path / "classes.json").write_text(results_of(names, [[0, 0, 2], [0, 1, 1], [1, 1, 3], [2, 2, 1]]))
+    page = page_of(tmp_path, record())
+    for name in names:
+        assert name in page
+
+
 def test_metrics_that_move_are_drawn(tmp_path: Path) -> None:
     assert not draw_curves({"val/samples": [(1, 10.0), (2, 10.0)], "val/new": [(1, 0.5)]}, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

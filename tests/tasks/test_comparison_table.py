@@ -17,16 +17,8 @@ from matplotlib.figure import Figure
 from mhla_tasks.commandline import registry
 from mhla_tasks.tools.comparison import curves, formats
 from mhla_tasks.tools.comparison.groups import Group, all_metrics, common_name, direction, group_runs, remarks
-from mhla_tasks.tools.comparison.runs import (
-    Run,
-    as_json,
-    differences,
-    flat,
-    folder_names,
-    read_runs,
-    short_names,
-    unrecorded,
-)
+from mhla_tasks.tools.comparison.options import flat, short_names
+from mhla_tasks.tools.comparison.runs import Run, as_json, differences, folder_names, read_runs, unrecorded
 from mhla_tasks.tools.comparison.table import Table, tabulate
 
 
@@ -691,6 +683,38 @@ def test_a_broken_record_is_an_error_that_names_the_file(changes: dict[str, Any]
         read_runs([tmp_path])
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "{", "is not a JSON file"),
+        ("run.json", "", "is not a JSON file"),
+        ("run.json", '{"metrics": {}, "seconds": -1}', "is not a record of a run: it has no metrics or no seconds"),
+        ("config.yaml", "a: [", "cannot be read"),
+        ("config.yaml", "a: &a [*a]", "cannot be read"),
+        ("config.yaml", "3", "has no options"),
+        ("config.yaml", "[a, b]", "has no options"),
+    ],
+)
+@pytest.mark.parametrize("form", ["", "--csv", "--json", "--latex"])
+def test_a_run_with_a_damaged_file_is_left_out_by_name(
+    file: str, content: str, message: str, form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("good", "other", "zzz\x1b[1m"):
+        save_run(tmp_path / name, f"seed_everything: 0\nmodel: {{kind: {name[:5]}}}\n")
+    (tmp_path / "zzz\x1b[1m" / file).write_text(content)
+    page = tmp_path / "page.html"
+    registry.run("compare", [str(tmp_path), *filter(None, [form]), "--html", str(page)])
+    out, err = capsys.readouterr()
+    assert "zzz" not in out
+    assert "good" in out
+    (line,) = [line for line in err.splitlines() if "is left out" in line]
+    assert line.startswith(f"{tmp_path}/zzz\\x1b[1m is left out: ")
+    assert message in line
+    assert "\x1b" not in err
+    assert "zzz\\x1b[1m is left out: " in page.read_text()
+    assert "2 runs in 2 rows" in page.read_text()
+
+
 def test_numbers_that_are_not_finite_are_no_values(tmp_path: Path) -> None:
     save(tmp_path / "a", metrics={"val/loss": [[2, float("nan")], [1, 1.0], [0, 1e308]]})
     (one,) = read_runs([tmp_path])
@@ -710,7 +734,7 @@ def test_folders_of_runs_without_a_record_are_named(tmp_path: Path, capsys: pyte
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
     assert "There is one run, so there is nothing to compare it with.\n" in err, "remarks do not get into the CSV"
-    assert f"left out, because they have no run.json (not validated yet, or no RunReport): {waiting}\n" in err
+    assert f"Left out, because they have no run.json, which RunReport writes at each validation: {waiting}.\n" in err
     with pytest.raises(SystemExit, match=r"nowhere is not a folder"):
         registry.run("compare", [str(tmp_path / "nowhere")])
 

@@ -21,7 +21,7 @@ from grouped import grouped
 from mhla_tasks.commandline import registry
 from mhla_tasks.commandline.arguments import CommandLine
 from mhla_tasks.tools import dry_runs, run_checks, sweep
-from mhla_tasks.tools.comparison.runs import flat
+from mhla_tasks.tools.comparison.options import flat
 from mhla_tasks.tools.run_checks import CheckedRun, find_problem
 from processes import fork_server
 
@@ -416,7 +416,8 @@ def test_the_page_names_runs_that_failed(
 
     monkeypatch.setattr(sweep, "run_command", train)
     assert sweep.run(["fit", "--sweep=a=1,2", "--run_dir=r"]) == 1
-    assert "Left out, because they have no run.json: a=2." in Path("r/compared.html").read_text()
+    page = Path("r/compared.html").read_text()
+    assert "Left out, because they have no run.json, which RunReport writes at each validation: a=2." in page
     printed = capsys.readouterr().err
     assert "failed: a=2" in printed
     assert "runs without run.json" not in printed
@@ -700,7 +701,7 @@ def test_runs_without_a_record_are_named_and_left_out(
     printed = capsys.readouterr()
     assert str(tmp_path / "empty") in printed.err
     assert "good" in printed.out
-    assert "left out, because they have no run.json" in printed.err
+    assert "Left out, because they have no run.json" in printed.err
     assert "bad one" in printed.err
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lightning_mhla.callbacks.report import RECORD
@@ -31,7 +31,7 @@ def compare(
 ) -> None:
     """Compare the runs in folders: print a table and, on request, write a web page and a picture of the curves.
 
-    Runs that have no ``run.json`` are named on standard error and left out.
+    Runs that have no ``run.json`` or an invalid one are named on standard error and left out.
 
     Args:
         folders: folders of runs, or folders that contain such folders at any depth.
@@ -44,16 +44,14 @@ def compare(
 
     Raises:
         FileNotFoundError: if a folder does not exist or does not contain any run.
-        ValueError: if a file of a run is invalid, ``metrics`` has a name that is unknown, or there is no curve to draw.
+        ValueError: if no run has valid files, ``metrics`` has a name that is unknown, or there is no curve to draw.
     """
-    runs = read_runs(folders)
+    unreadable: dict[Path, str] = {}
+    runs = read_runs(folders, unreadable)
     groups = group_runs(runs)
     table = tabulate(groups, metrics)
-    missing = [shown(folder) for folder in unrecorded(folders)]
-    if missing:
-        sys.stderr.write(
-            f"left out, because they have no {RECORD} (not validated yet, or no RunReport): {', '.join(missing)}\n"
-        )
+    left_out = _left_out(unrecorded(folders), unreadable)
+    sys.stderr.write("".join(f"{sentence}\n" for sentence in map(harmless, left_out)))
     if form == "table":
         print_table(table, remarks(groups))
     else:
@@ -66,11 +64,23 @@ def compare(
         sys.stdout.write(texts[form]())
         sys.stderr.write("".join(f"{remark}\n" for remark in map(harmless, remarks(groups))))
     if page is not None:
-        write_page(page, f"Comparison of {', '.join(map(shown, folders))}", groups, metrics, missing)
+        write_page(page, f"Comparison of {', '.join(map(shown, folders))}", groups, metrics, left_out)
         sys.stderr.write(f"page: {shown(page)}\n")
     if picture is not None:
         draw(groups, picture, metrics)
         sys.stderr.write(f"curves: {shown(picture)}\n")
+
+
+def _left_out(unrecorded: Sequence[Path], unreadable: Mapping[Path, str]) -> list[str]:
+    """Return sentences about runs that are not compared.
+
+    Args:
+        unrecorded: folders of runs without ``run.json``.
+        unreadable: error messages about the files of other runs, by folder.
+    """
+    names = ", ".join(map(shown, unrecorded))
+    without = f"Left out, because they have no {RECORD}, which RunReport writes at each validation: {names}."
+    return [without] * bool(names) + [f"{shown(folder)} is left out: {error}" for folder, error in unreadable.items()]
 
 
 def write_comparison(folder: Path, runs: Sequence[Path], failed: Sequence[str] = ()) -> None:
@@ -82,16 +92,18 @@ def write_comparison(folder: Path, runs: Sequence[Path], failed: Sequence[str] =
         failed: names of the folders of runs that failed. The message omits these runs.
     """
     recorded = [run for run in runs if (run / RECORD).exists()]
-    missing = [run.name for run in runs if run not in recorded]
-    if unexplained := [shown(name) for name in missing if name not in failed]:
+    missing = [Path(run.name) for run in runs if run not in recorded]
+    if unexplained := [shown(name) for name in missing if name.name not in failed]:
         sys.stderr.write(
             f"runs without {RECORD}, which RunReport writes if there is a logger: {', '.join(unexplained)}\n"
         )
     if not recorded:
         return
-    groups = group_runs(read_runs(recorded))
+    unreadable: dict[Path, str] = {}
+    groups = group_runs(read_runs(recorded, unreadable))
     print_table(tabulate(groups), remarks(groups))
-    write_page(folder / PAGE, f"Comparison of {shown(folder)}", groups, missing=list(map(shown, missing)))
+    sys.stderr.write("".join(f"{sentence}\n" for sentence in map(harmless, _left_out([], unreadable))))
+    write_page(folder / PAGE, f"Comparison of {shown(folder)}", groups, left_out=_left_out(missing, unreadable))
     sys.stderr.write(f"page: {shown(folder / PAGE)}\n")
     if drawn_metrics(groups):
         draw(groups, folder / PICTURE)

@@ -38,7 +38,7 @@ from mhla_tasks.commandline.parser import SuiteCLI, short_type_errors
 from mhla_tasks.commandline.plan import make_plan
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.commandline.sources import Source, mapping
-from mhla_tasks.tools.comparison.runs import SEED, flat, option_text, plain
+from mhla_tasks.tools.comparison.options import SEED, flat, option_text, plain
 from mhla_tasks.tools.run_checks import CheckedRun
 
 LOCATIONS = ("train", "val")

@@ -48,7 +48,8 @@ from mhla_tasks.commandline.console import harmless
 from mhla_tasks.commandline.moved_keys import present_word
 from mhla_tasks.commandline.registry import LIGHTNING
 from mhla_tasks.tools.compare import write_comparison
-from mhla_tasks.tools.comparison.runs import ORDER, STARTED, short_names, write_order
+from mhla_tasks.tools.comparison.options import short_names
+from mhla_tasks.tools.comparison.runs import ORDER, STARTED, write_order
 from mhla_tasks.tools.processes import describe_status, ended_by_signal, exit_status, run_command
 from mhla_tasks.tools.run_checks import CheckedRun, find_problem
 

@@ -14,12 +14,12 @@ from statistics import fmean
 from typing import Any
 
 from lightning_mhla.callbacks.axes import FEWEST, Axis, label_width
+from lightning_mhla.callbacks.markup import html_text
 from lightning_mhla.system.figures import make_panels
 from lightning_mhla.system.listing import without_controls
 from lightning_mhla.system.numbers import rounded
 from mhla_tasks.commandline.console import harmless
 from mhla_tasks.tools.comparison.groups import Group, all_metrics
-from mhla_tasks.tools.comparison.pictures import html_text
 
 Points = list[tuple[int, float]]
 

@@ -17,16 +17,8 @@ from typing import Any
 
 from lightning_mhla.checkpoints.runs import CONFIG
 from lightning_mhla.system.numbers import plural
-from mhla_tasks.tools.comparison.runs import (
-    SEED,
-    Run,
-    compared_keys,
-    differences,
-    folder_names,
-    option_text,
-    plain,
-    short_names,
-)
+from mhla_tasks.tools.comparison.options import SEED, option_text, plain, short_names
+from mhla_tasks.tools.comparison.runs import Run, compared_keys, differences, folder_names
 
 LOWER = {"loss", "perplexity", "bits", "error", "distance", "fid", "sfid", "kid", "mse", "mae", "rmse", "kl", "nll"}
 HIGHER = {

@@ -14,14 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from lightning_mhla.callbacks.markup import html_text
 from lightning_mhla.callbacks.page import PAGE as REPORT
 from lightning_mhla.system.files import write_whole
 from mhla_tasks.tools.comparison import pictures
 from mhla_tasks.tools.comparison.curves import color_class, color_rules, dash, drawn_metrics, legend, panel
 from mhla_tasks.tools.comparison.formats import as_latex, as_markdown
 from mhla_tasks.tools.comparison.groups import Group, direction, remarks
-from mhla_tasks.tools.comparison.pictures import html_text
-from mhla_tasks.tools.comparison.runs import SEED, compared_keys, differences, option_text, plain
+from mhla_tasks.tools.comparison.options import SEED, option_text, plain
+from mhla_tasks.tools.comparison.runs import compared_keys, differences
 from mhla_tasks.tools.comparison.table import ARROWS, Cell, Column, Table, tabulate
 
 STYLE = """
@@ -111,7 +112,7 @@ for (const key of document.querySelectorAll(".keys button")) key.onclick = () =>
 
 
 def write_page(
-    path: Path, title: str, groups: Sequence[Group], metrics: Sequence[str] | None = None, missing: Sequence[str] = ()
+    path: Path, title: str, groups: Sequence[Group], metrics: Sequence[str] | None = None, left_out: Sequence[str] = ()
 ) -> None:
     """Write the web page of a comparison atomically.
 
@@ -120,13 +121,13 @@ def write_page(
         title: heading of the page.
         groups: compared groups.
         metrics: metrics to show; None for all.
-        missing: names of runs that could not be compared, because they have no ``run.json``.
+        left_out: sentences about runs that are not compared.
     """
     table = tabulate(groups, metrics)
     marks = [_swatch(index) for index in range(len(groups))]
     parts = [
         f"<h1>{html_text(title)}</h1>",
-        _summary(groups, table, marks, missing),
+        _summary(groups, table, marks, left_out),
         f"<h2>Results</h2>{_results(table, groups, marks, path)}",
         _curves(groups, marks, metrics),
         _options(groups, marks),
@@ -159,15 +160,13 @@ def _swatch(index: int) -> str:
     return f'<svg class="swatch {color_class(index)}" viewBox="0 0 22 8" aria-hidden="true">{line}</svg> {index + 1}'
 
 
-def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], missing: Sequence[str]) -> str:
+def _summary(groups: Sequence[Group], table: Table, marks: Sequence[str], left_out: Sequence[str]) -> str:
     runs = sum(len(group.runs) for group in groups)
     facts = [f"{runs} run{'s' * (runs != 1)} in {len(groups)} row{'s' * (len(groups) != 1)}"]
     facts += (
         [f"seeds {html_text(', '.join(groups[0].seeds))}"] if len({tuple(group.seeds) for group in groups}) == 1 else []
     )
-    sentences = remarks(groups)
-    if missing:
-        sentences.append(f"Left out, because they have no run.json: {', '.join(missing)}.")
+    sentences = [*remarks(groups), *left_out]
     listed = f'<ul class="remarks">{"".join(f"<li>{html_text(sentence)}</li>" for sentence in sentences)}</ul>'
     return f'<p class="muted">{"; ".join(facts)}</p>{_winner(groups, table, marks)}{listed if sentences else ""}'
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from lightning_mhla.callbacks.curves import CURVES
-from lightning_mhla.callbacks.markup import embedded
+from lightning_mhla.callbacks.markup import embedded, html_text
 from lightning_mhla.callbacks.stored_pictures import StoredPicture, newest_pictures, read_picture, step_of
 from lightning_mhla.system.figures import DARK
-from lightning_mhla.system.listing import shown, without_controls
-from lightning_mhla.system.redaction import redact
-from mhla_tasks.commandline.console import harmless
+from lightning_mhla.system.listing import shown
 from mhla_tasks.tools.comparison.groups import Group
 
 LARGEST, LARGEST_PAGE = 8 << 20, 96 << 20
@@ -117,14 +114,3 @@ def samples(groups: Sequence[Group], swatch: Sequence[str]) -> str:
             caption = f'{swatch[index]} {html_text(group.label)} <span class="muted">{html_text(path.name)}</span>'
             figures.append(f"<figure><figcaption>{caption}</figcaption><pre>{text}</pre></figure>")
     return f'<h2>Samples</h2><div class="side">{"".join(figures)}</div>' if figures else ""
-
-
-def html_text(text: str, lines: bool = False) -> str:
-    """Redact the secrets in a text, and escape it for HTML.
-
-    Args:
-        text: any text.
-        lines: whether to keep line breaks and all other characters; otherwise those that are not printable, such as characters
-            that change the direction of writing, become escapes such as ``\\n``.
-    """
-    return escape(redact(text) if lines else without_controls(harmless(text)))

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from lightning_mhla.system.listing import files_named, shown
 from lightning_mhla.system.redaction import redacted
 from lightning_mhla.system.untrusted import read_json, read_yaml
 from mhla_tasks.commandline.moved_keys import move_keys
-from mhla_tasks.commandline.sources import Source, mapping
+from mhla_tasks.commandline.sources import Source
+from mhla_tasks.tools.comparison.options import PLACES, flat, plain
 
 STARTED = "sweep.json"
 """Name of the file in a run's folder in which a sweep stores the arguments of the run and hashes of its configurations."""
@@ -26,14 +27,8 @@ STARTED = "sweep.json"
 ORDER = "runs.json"
 """Name of the file in the folder of a sweep that lists the folders of its runs in the order of the sweep."""
 
-PLACES = re.compile(r"run_dir|ckpt_path|trainer\.default_root_dir|trainer\.logger.*|trainer\.callbacks\..*\.dirpath")
-"""Configuration keys of loggers, and of paths to which a run writes. They do not count as differences between runs."""
-
 NUMBER = re.compile(r"(\d+(?:\.\d+)?(?:e[+-]?\d+)?)", re.IGNORECASE)
 """Number in the name of a folder, such as 0.001 or 1e-05."""
-
-SEED = "seed_everything"
-"""Configuration key of the seed. Runs that differ only in its value are averaged."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +59,14 @@ class Run:
         return points[-1][1] if points else None
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path], unreadable: dict[Path, str] | None = None) -> list[Run]:
     """Read all training runs in the given folders and their subfolders.
 
     Args:
         folders: folders of runs, or folders that contain such folders at any depth. A run is read only once, even if several of
             the folders contain it.
+        unreadable: dict to which the folder and the error message of each run whose ``run.json`` or ``config.yaml`` is invalid
+            are added. If it is None, or if no run is valid, such a run is an error.
 
     Returns:
         The runs, in the order of the given folders. Runs of a sweep have the order of the sweep; other runs in a folder are
@@ -80,6 +77,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
         ValueError: if the ``run.json`` or ``config.yaml`` of a run is invalid.
     """
     runs: dict[Path, Run] = {}
+    errors: list[Exception] = []
     for folder in folders:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is not a folder; give the folder of a run, or of several runs")
@@ -96,7 +94,15 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
             )
         )
         for path in records:
-            runs.setdefault(path.parent.resolve(), _read(path))
+            try:
+                runs.setdefault(path.parent.resolve(), _read(path))
+            except (ValueError, OSError) as error:
+                if unreadable is None:
+                    raise
+                errors.append(error)
+                unreadable[path.parent] = str(error)
+    if not runs and errors:
+        raise errors[0]
     if not runs:
         raise FileNotFoundError(
             f"{', '.join(map(str, folders))} contains no {RECORD}; it is written by runs with the callback "
@@ -165,7 +171,10 @@ def _read(path: Path) -> Run:
         raise ValueError(f"{path} is not a record of a run: {reason}") from error
     if not config.exists():
         return Run(path.parent, record, {})
-    (source,), _ = move_keys([Source(str(config), mapping(read_yaml(config)))])
+    values = read_yaml(config)
+    if not isinstance(values, dict | None):
+        raise ValueError(f"{config} has no options; remove it to compare the run without them")
+    (source,), _ = move_keys([Source(str(config), values or {})])
     return Run(path.parent, record, flat(redacted(source.values)) if source.values else {})
 
 
@@ -223,39 +232,6 @@ def _finite(value: float | None) -> float | None:
     return float(value) if value is not None and abs(value) < LARGEST else None
 
 
-def flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    """Flatten a nested configuration to one dict with dotted keys, such as ``model.attention.kind``.
-
-    In a list of objects with ``class_path``, such as callbacks, the class name becomes the key of each object. The value of
-    this key is the ``class_path``, so that an object without options counts as a difference, too.
-
-    Args:
-        values: nested mappings, lists and plain values.
-        prefix: dotted key that precedes all keys of the result; empty at the top level.
-    """
-    if isinstance(values, Mapping) and values:
-        parts = (flat(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in values.items())
-        return {key: value for part in parts for key, value in part.items()}
-    if (
-        isinstance(values, list)
-        and values
-        and all(isinstance(value, Mapping) and "class_path" in value for value in values)
-    ):
-        by_class: dict[str, Any] = {}
-        for value in values:
-            name = str(value["class_path"]).rpartition(".")[2]
-            # Further objects of the same class get the keys NAME-2, NAME-3 and so on.
-            number = sum(key == name or key.startswith(f"{name}-") for key in by_class)
-            by_class[f"{name}-{number + 1}" if number else name] = value
-        result: dict[str, Any] = {}
-        for name, value in by_class.items():
-            result[f"{prefix}.{name}"] = value["class_path"]
-            for options in filter(None, (value.get("init_args"), value.get("dict_kwargs"))):
-                result |= flat(options, f"{prefix}.{name}")
-        return result
-    return {prefix: values}
-
-
 def differences(runs: Sequence[Run]) -> list[str]:
     """List the configuration keys whose values differ between runs, except options of loggers and paths to which runs write.
 
@@ -273,45 +249,6 @@ def compared_keys(runs: Sequence[Run]) -> list[str]:
     """List all configuration keys of runs, except options of loggers and paths to which runs write."""
     keys = dict.fromkeys(key for run in runs for key in run.options)
     return [key for key in keys if not PLACES.fullmatch(key)]
-
-
-def plain(value: Any) -> str:
-    """Return the value of an option as a JSON string, so that values of any type can be compared. 1.0 becomes 1."""
-    return json.dumps(_with_whole_numbers(value), default=str)
-
-
-def _with_whole_numbers(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _with_whole_numbers(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_with_whole_numbers(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else value
-
-
-def option_text(value: Any) -> str:
-    """Return the value of an option as text for tables and labels; empty for None."""
-    return "" if value is None else value if isinstance(value, str) else plain(value)
-
-
-def short_names(keys: Sequence[str]) -> dict[str, str]:
-    """Shorten dotted configuration keys to the fewest last parts that still distinguish them.
-
-    Args:
-        keys: dotted keys, such as ``model.optimizer.lr``.
-
-    Returns:
-        The short name of each key, such as ``lr`` for ``model.optimizer.lr`` if no other key ends in ``lr``.
-    """
-    names = {}
-    for key in keys:
-        parts = key.replace(".init_args", "").split(".")
-        for count in range(1, len(parts) + 1):
-            name = ".".join(parts[-count:])
-            # With the dots, only complete parts count: the key x.min_lr does not end in lr.
-            if sum(f".{other.replace('.init_args', '')}".endswith(f".{name}") for other in keys) == 1:
-                break
-        names[key] = name
-    return names
 
 
 def folder_names(runs: Sequence[Run]) -> list[str]:

@@ -8,7 +8,8 @@ from statistics import fmean
 
 from lightning_mhla.system.numbers import duration, metric_text, rounded_with_spread
 from mhla_tasks.tools.comparison.groups import Group, Summary, all_metrics, direction
-from mhla_tasks.tools.comparison.runs import SEED, differences, option_text, short_names
+from mhla_tasks.tools.comparison.options import SEED, option_text, short_names
+from mhla_tasks.tools.comparison.runs import differences
 
 ARROWS = {"min": "↓", "max": "↑", None: ""}
 """Arrow that shows whether lower (``min``) or higher (``max``) values of a metric are better; empty if this is unknown."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning_mhla.callbacks.axes import Axis
-from lightning_mhla.callbacks.markup import Curve, document, picture, plot
+from lightning_mhla.callbacks.markup import Curve, document, html_text, picture, plot
 from lightning_mhla.callbacks.originals import ORIGINAL
 from lightning_mhla.callbacks.points import panels_of
 from lightning_mhla.callbacks.stored_pictures import read_picture
@@ -91,7 +90,7 @@ def write_report(
     """
     title = f"{source.name}, linearized"
     parts = [
-        f"<h1>{html.escape(title)}</h1>",
+        f"<h1>{html_text(title)}</h1>",
         f'<p class="muted">{_summary(source, settings.kind, results)}</p>',
         _quality(source, results),
         _positions(results),
@@ -99,7 +98,7 @@ def write_report(
         _speed(source, work, results),
         _generation(results),
         _layers(source, results),
-        f"<h2>Use it</h2><pre>{html.escape(loading_code(source, target.name, settings.length))}</pre>",
+        f"<h2>Use it</h2><pre>{html_text(loading_code(source, target.name, settings.length), lines=True)}</pre>",
     ]
     write_whole(work / "report.html", document(title, "\n".join(part for part in parts if part)))
 
@@ -127,7 +126,7 @@ def _summary(source: PretrainedSource, kind: str, results: Mapping[str, Any]) ->
     replaced = source.depth - len(results.get("layers", {}).get("kept", []))
     seconds = results["matching"]["seconds"] + results["tuning"]["seconds"]
     return (
-        f"attention of {replaced} of {source.depth} layers replaced by {html.escape(kind)}; trained for "
+        f"attention of {replaced} of {source.depth} layers replaced by {html_text(kind)}; trained for "
         f"{duration(seconds)}, {results['matching']['steps']:,} steps to match the layers and "
         f"{results['tuning']['steps']:,} for the model"
     )
