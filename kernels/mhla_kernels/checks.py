@@ -107,9 +107,15 @@ def check_weighting(
         feature_map: name of the feature map.
 
     Raises:
+        TypeError: if ``scale`` or ``eps`` is a tensor that requires a gradient, which it would not get.
         ValueError: if an option is unknown, if ``scale`` is set together with ``normalize``, or if ``eps`` is not positive with
             ``normalize``.
     """
+    for name, value in {"scale": scale, "eps": eps}.items():
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"{name} is a constant and gets no gradient; multiply the output by a learned factor instead"
+            )
     if feature_map not in ("identity", "relu"):
         raise ValueError(f"feature_map={feature_map!r} is not one of 'identity', 'relu'; map q and k before the call")
     if normalize and scale is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn import functional as F
 from typing_extensions import override
@@ -65,5 +66,6 @@ class GatedLinearAttention(RecurrentAttention, kind="gla"):
 
     @override
     def operands(self, inputs: AttentionInputs) -> Operands:
-        decay = F.logsigmoid(self.decay(self.reduce(inputs.x)).float()) / self.options.decay_divisor
+        wide = torch.promote_types(inputs.x.dtype, torch.float32)
+        decay = F.logsigmoid(self.decay(self.reduce(inputs.x)).to(wide)) / self.options.decay_divisor
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": decay.unflatten(-1, (self.heads, self.key_width))})

@@ -45,10 +45,11 @@ class HeadDecay(nn.Module):
         """Compute the step sizes and the log-decays of tokens ``[B, N, dim]``.
 
         Returns:
-            Step sizes and log-decays for H heads, both ``[B, N, H]`` float32.
+            Step sizes and log-decays for H heads, both ``[B, N, H]`` in float32 (float64 for float64 inputs).
         """
-        steps = F.softplus(self.proj(x).float() + self.bias.float())
-        return steps, -self.rate.float().exp() * steps
+        wide = torch.promote_types(x.dtype, torch.float32)
+        steps = F.softplus(self.proj(x).to(wide) + self.bias.to(wide))
+        return steps, -self.rate.to(wide).exp() * steps
 
 
 class HeadScale(nn.Module):

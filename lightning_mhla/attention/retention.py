@@ -28,7 +28,8 @@ class Retention(RecurrentAttention, kind="retention"):
 
         The log-decay is repeated for each token, ``[B, N, H]``, so that it can be set to 0 for padding.
         """
-        head = torch.arange(self.heads, device=inputs.x.device)
+        wide = torch.promote_types(inputs.x.dtype, torch.float32)
+        head = torch.arange(self.heads, device=inputs.x.device, dtype=wide)
         # log1p, because 1 - 2^(-5 - h) rounds to 1 in float32 for large h.
         rates = torch.log1p(-(2.0 ** (-5 - head)))
         return Operands(inputs.q, inputs.k, inputs.v, {"log_decay": rates.expand(*inputs.x.shape[:2], -1)})

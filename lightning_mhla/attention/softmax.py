@@ -180,7 +180,8 @@ class SoftmaxAttention(Attention, kind="softmax"):
     def weights(self, inputs: AttentionInputs) -> Tensor:
         (q, k), key_mask = inputs.turned, inputs.key_mask
         k = k.repeat_interleave(self.heads // self.key_value_heads, 2)
-        q, k = q.float().transpose(1, 2), k.float().transpose(1, 2)
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k = q.to(wide).transpose(1, 2), k.to(wide).transpose(1, 2)
         scores = q @ k.transpose(-1, -2) * self.key_width**-0.5
         mask = self._visible(inputs.q, key_mask)
         if mask is None and self.causal is True:

@@ -173,7 +173,7 @@ class WindowedMHLA(MHLA, kind="mhla_window"):
             if (tokens := self.options.feature_positions) is not None:
                 far_q, far_k = replace(self.context, tokens=tokens).apply(q, k, **new)
         far_k = far_k.repeat_interleave(self.heads // k.shape[2], 2)
-        far = self.far.weight.float().expand(q.shape[:3])
+        far = self.far.weight.to(torch.promote_types(q.dtype, torch.float32)).expand(q.shape[:3])
         if self.features is not None:
             f, largest, g = self.features(far_q, far_k)
             far = far + largest

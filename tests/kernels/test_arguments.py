@@ -57,6 +57,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "eps": ({"eps": 0.0}, ValueError, "eps=0.0 must be positive"),
     "empty mixing": ({"mixing": torch.rand(0, 0), "causal": True}, ValueError, r"\[M, M\]"),
     "scale": ({"scale": 0.5}, ValueError, "scale=0.5 has no effect with normalize=True"),
+    "learned scale": ({"scale": torch.ones((), requires_grad=True), "normalize": False}, TypeError, "scale is a constant and gets no gradient"),
+    "learned eps": ({"eps": torch.ones((), requires_grad=True)}, TypeError, "eps is a constant and gets no gradient"),
     "feature map": ({"feature_map": "gelu"}, ValueError, "'gelu' is not one of 'identity', 'relu'"),
     "form": ({"form": "fast"}, ValueError, "'fast' is not one of"),
     "backend": ({"backend": "cuda"}, ValueError, "'cuda' is not one of 'auto', 'torch', 'triton'"),
