@@ -11,12 +11,9 @@ from lightning_mhla.system.files import write_whole
 
 HEAD = """# Small-scale results
 
-This page compares kinds of attention on data that ship with packages of Python and Debian, trained on CPU cores. Figures are
-means and standard deviations over the seeds named below each table; a figure of one seed has no deviation. `lightning paper`
-trains and scores all models, writes this page, and resumes after a stop.
-
-A model is scored after its last step. Four rows of MNIST in 196 tokens with seed 2 (`mhla, frozen`, `retention`, `gla`,
-`gated_deltanet`) are older: they show the best of six validations on the held-out data, if that was not the last one.
+This page compares kinds of attention on data that ship with packages of Python and Debian, trained on CPU cores. Each model is
+scored after its last step. Figures are means and standard deviations over the seeds named below each table; a figure of one seed
+has no deviation. `lightning paper` trains and scores all models, writes this page, and resumes after a stop.
 """
 
 
