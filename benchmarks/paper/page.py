@@ -11,9 +11,9 @@ from lightning_mhla.system.files import write_whole
 
 HEAD = """# Small-scale results
 
-This page compares kinds of attention on data that ship with packages of Python and Debian, trained on CPU cores. Each model is
-scored after its last step. Figures are means and standard deviations over the seeds named below each table; a figure of one seed
-has no deviation. `lightning paper` trains and scores all models, writes this page, and resumes after a stop.
+This page compares kinds of attention on data that ship with packages of Python and Debian, trained on CPU cores. Each model
+is scored after its last step. Figures are means and standard deviations over the seeds named below each table; a figure of one
+seed has no deviation. `lightning paper` trains and scores all models, writes this page, and resumes after a stop.
 """
 
 

@@ -164,6 +164,42 @@ def test_log_likelihood_does_not_depend_on_the_batch(exported: Path) -> None:
         assert a_greedy == b_greedy
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("continuation", [1, 5, 40])
+def test_log_likelihoods_are_sums_in_float32_of_a_model_in_any_dtype(
+    dtype: str, continuation: int, exported: Path
+) -> None:
+    lm = MHLALM(str(exported), dtype=dtype, device="cpu")
+    assert lm.model.dtype == getattr(torch, dtype)
+    tokens = torch.randint(5, 200, (50,), generator=torch.Generator().manual_seed(continuation)).tolist()
+    prompt, target = tokens[:-continuation], tokens[-continuation:]
+    ((score, _),) = lm._loglikelihood_tokens([(("", ""), prompt, target)], disable_tqdm=True)
+    with torch.no_grad():
+        logits = lm.model(torch.tensor([tokens[:-1]])).logits[0, -continuation:]
+    assert logits.dtype == lm.model.dtype
+    exact = logits.double().log_softmax(-1).gather(1, torch.tensor(target)[:, None]).sum().item()
+    assert score == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16)]
+)
+def test_the_callback_evaluates_in_the_precision_of_training(
+    precision: Any, dtype: torch.dtype, tokenizer: Any, task_data: Path, tmp_path: Path
+) -> None:
+    model = small_model(optimizer=OptimizerConfig(lr=1e-3))
+    model.use_tokenizer(tokenizer)
+    seen = set()
+    model.network.head.register_forward_hook(lambda module, args, out: None if module.training else seen.add(out.dtype))
+    trainer = Trainer(
+        max_steps=1, accelerator="cpu", precision=precision, logger=False, enable_checkpointing=False,
+        callbacks=[LMEval(TASKS, limit=1, data_dir=str(task_data))], default_root_dir=tmp_path,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(model.train(), DataLoader([{"tokens": torch.arange(65)}], batch_size=1))
+    assert seen == {dtype}
+
+
 def test_prompts_are_cut_in_the_middle_as_longbench_does(exported: Path) -> None:
     assert cut_middle(list(range(10)), 4) == [0, 1, 8, 9]
     assert cut_middle(list(range(10)), 5) == [0, 1, 7, 8, 9]

@@ -25,14 +25,17 @@ from mhla_tasks.commandline.console import harmless
 
 log = logging.getLogger(__name__)
 
+AUTOCAST = {"bf16-mixed": "bfloat16", "16-mixed": "float16"}
+"""Dtype of the model's matrix products by precision of the trainer; float32 weights with any other precision stay float32."""
+
 
 class LMEval(PeriodicEvaluation):
     """Callback that scores the model on tasks of lm-evaluation-harness and logs each metric as ``lm_eval/TASK/METRIC``.
 
-    The evaluation runs on all processes and shows lm-eval's progress bars. If training keeps a moving average of the weights,
-    the averaged weights are evaluated. The scores are also written to ``lm_eval/stepNNNNNNN.json`` in the log folder, where
-    NNNNNNN is the training step. Prompts that are too long are cut; ``lm_eval/TASK/prompts_cut`` is the fraction of such
-    prompts.
+    The evaluation runs on all processes, in the precision of training, and shows lm-eval's progress bars. If training keeps a
+    moving average of the weights, the averaged weights are evaluated. The scores are also written to
+    ``lm_eval/stepNNNNNNN.json`` in the log folder, where NNNNNNN is the training step. Prompts that are too long are cut;
+    ``lm_eval/TASK/prompts_cut`` is the fraction of such prompts.
 
     Args:
         tasks: names of tasks, groups or tags: mmlu, longbench, wikitext, lambada_openai, piqa, ...
@@ -103,6 +106,7 @@ class LMEval(PeriodicEvaluation):
                 max_length=self.max_length,
                 cut=self.cut,
                 batch_size=self.batch_size,
+                mixed_precision_dtype=AUTOCAST.get(str(trainer.precision)),
             )
             results = simple_evaluate(
                 model,

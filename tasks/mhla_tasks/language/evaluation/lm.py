@@ -42,7 +42,8 @@ class MHLALM(HFLM):
             coefficients cover fewer tokens is extended; if it was passed as an object, a copy of it is extended.
         cut: part to remove from prompts that are too long: ``"middle"`` (as LongBench's authors do, arXiv 2308.14508) or
             ``"left"`` (as lm-eval does).
-        options: further arguments of lm-eval's class ``HFLM``, such as ``batch_size``.
+        options: further arguments of lm-eval's class ``HFLM``, such as ``batch_size``. The default of ``softmax_dtype`` is
+            ``"float32"`` here: sums of log-probabilities in the model's dtype would have 3 digits for a bfloat16 model.
 
     Raises:
         FileNotFoundError: if there is no such model or tokenizer.
@@ -82,6 +83,7 @@ class MHLALM(HFLM):
             model.extend(length)
         for unused in ("trust_remote_code", "parallelize"):
             options.pop(unused, None)
+        options.setdefault("softmax_dtype", "float32")
         super().__init__(pretrained=model, tokenizer=tokenizer, max_length=length, backend="causal", **options)
         self.cut = cut
         self.prompts: Counter[str] = Counter()
