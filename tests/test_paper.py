@@ -469,6 +469,26 @@ def test_linearised_models_stand_beside_the_one_each_seed_starts_from(tmp_path: 
     assert "| `linear attention` | 2 | 71.0 ± 1.4 | -11.0 ± 1.4 |" in table
 
 
+def test_a_run_of_two_studies_counts_once_in_the_hours(tmp_path: Path) -> None:
+    def study(name: str, *variants: str) -> Study:
+        return Study(name, name, "c.yaml", dict.fromkeys(variants, ()), lambda _: {}, lambda *_: "table", seeds=(0, 1))
+
+    def save(name: str, *rows: tuple[str, int, float]) -> None:
+        content = [{"variant": one, "seed": seed, "accuracy": score, "seconds": 3600} for one, seed, score in rows]
+        (tmp_path / f"{name}.json").write_text(json.dumps({"options": [], "rows": content}))
+
+    studies = [study("search", "rate 1", "rate 2"), study("best", "kind")]
+    save("search", ("rate 1", 0, 0.25), ("rate 1", 1, 0.5), ("rate 2", 0, 0.75), ("rate 2", 1, 0.75))
+    save("best", ("kind", 0, 0.75))
+    page = write_page(studies, tmp_path, tmp_path / "docs").read_text()
+    assert "Training of all rows below took 4.0 hours on one core.\n" in page
+    assert "**5 of 6 runs are done so far.**" in page
+    save("best", ("kind", 0, 0.75), ("kind", 1, 0.25))
+    page = write_page(studies, tmp_path, tmp_path / "docs").read_text()
+    assert "took 5.0 hours on one core, so `lightning paper --jobs 2` trains about 2 hours on two cores." in page
+    assert "are done so far" not in page
+
+
 def test_the_readme_shows_the_committed_figures() -> None:
     root = Path(__file__).parents[1]
     images, text = by_variant(paper.STUDIES["mnist"].rows(paper.RESULTS)), (root / "README.md").read_text()
@@ -491,7 +511,7 @@ def test_the_readme_shows_the_committed_figures() -> None:
         for name in ("softmax-seed-0", "mhla_window-256-seed-0", "mhla_window-256-seed-0-0.25-kept")
     ]
     ends = "{:.2f}; {:.2f}; 22 layers {:.2f}".format(*(row["4096"][0] for row in longest))
-    assert f"after 491,520 training tokens with blocks of 256 ({ends})" in text
+    assert f"after 480 training steps with blocks of 256 ({ends})" in text
     shown = {
         "SmolLM2-135M": "mhla_window",
         "22 of 30 layers": "mhla_window",

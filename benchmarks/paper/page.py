@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks.paper.full_runs import ASSUMED
-from benchmarks.paper.study import Study
+from benchmarks.paper.study import Row, Study
 from lightning_mhla.system.files import write_whole
 
 HEAD = """# Small-scale results
@@ -34,13 +35,13 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     """
     parts = [HEAD]
     (folder / "pictures").mkdir(parents=True, exist_ok=True)
-    hours = sum(row["seconds"] for study in studies for row in study.rows(results)) / 3600
-    parts.append(
-        f"All rows below took {hours:.1f} hours on one core, so `lightning paper --jobs 2` takes about {hours / 2:.0f} hours "
-        f"on two cores.\n\n{ASSUMED}\n"
-    )
     done = sum(len(study.rows(results)) for study in studies)
     expected = sum(len(study.variants) * (SEEDS if study.seeds is None else len(study.seeds)) for study in studies)
+    hours = sum(row["seconds"] for row in _distinct_rows(studies, results)) / 3600
+    whole = (
+        f", so `lightning paper --jobs 2` trains about {hours / 2:.0f} hours on two cores" if done >= expected else ""
+    )
+    parts.append(f"Training of all rows below took {hours:.1f} hours on one core{whole}.\n\n{ASSUMED}\n")
     if done < expected:
         missing = ", ".join(f"`{study.name}`" for study in studies if not study.rows(results))
         parts.append(f"**{done} of {expected} runs are done so far{f', none of {missing}' if missing else ''}.**\n")
@@ -51,3 +52,13 @@ def write_page(studies: Collection[Study], results: Path, folder: Path) -> Path:
     path = folder / "results.md"
     write_whole(path, "\n".join(parts))
     return path
+
+
+def _distinct_rows(studies: Collection[Study], results: Path) -> list[Row]:
+    """Return the rows of all studies. A row that two studies share, with other names of its variant, is returned once."""
+    rows = {
+        json.dumps({key: value for key, value in row.items() if key != "variant"}): row
+        for study in studies
+        for row in study.rows(results)
+    }
+    return list(rows.values())

@@ -144,12 +144,12 @@ STUDIES = (
             "**What the figures say.** Softmax recalls at width 32 with every seed. Of the kinds with a state, only "
             "Gated DeltaNet comes near it, with one seed of three; it writes by the delta rule, so that a new pair "
             "replaces the value stored under its key. MHLA with dense coefficients is above linear attention on "
-            "average (by 9 points at width 32) with a state three times as large, and its seeds differ by as much; "
+            "average (by 9 points at width 32) with a state three times as large, and its seeds differ by up to 16; "
             "with exponential coefficients it is level with linear attention. This follows from its definition: the "
             "coefficients depend on the position of a block and not on its content, so MHLA cannot choose the block "
             "that holds a pair.\n\n"
             "**What they do not say.** They do not show which kind would be best with more training: softmax at width "
-            "16 has not converged either (46% on average, 30 points between seeds)."
+            "16 has not converged either (13, 52 and 73%)."
         ),
     ),
     Study(
