@@ -307,6 +307,14 @@ def _permissions() -> Iterator[None]:
         trust.permit_loading()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> Iterator[None]:
+    """Discard compiled code after each file: torch compiles a function for at most 8 kinds of inputs in a process."""
+    yield
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
+
+
 @pytest.fixture(autouse=True)
 def _seeded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
